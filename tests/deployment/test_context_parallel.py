@@ -10,7 +10,7 @@ import pytest
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
-from shardline.models.kv_groups import longest_request
+from shardline.models.kv_blocks import longest_request
 from tests.deployment.test_resolve import GIB, machine, resolve_on
 from tests.models.checkpoints import make_checkpoint
 

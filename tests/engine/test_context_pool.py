@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from shardline.engine import kv_cache
 from shardline.engine.block_pool import NULL_BLOCK
 from shardline.engine.context_pool import ContextPool
-from shardline.models import kv_groups
-from shardline.models.kv_groups import KVGroup, blocks_per_request
+from shardline.models import kv_blocks
+from shardline.models.kv_blocks import blocks_per_request
+from shardline.models.kv_groups import KVGroup
 from tests.engine.harness import Engine, Shape
 from tests.engine.test_scheduler_exact import GROUPS, drive, growing_request, random_request, shapes
 
@@ -44,7 +45,7 @@ def test_any_schedule_gives_the_reference_and_every_block_its_rank(
     shape: Shape, context: int, of_split: int, spare: int, seed: int, growing: bool
 ) -> None:
     split = of_split * shape.block_size
-    with patch.object(kv_groups, "SPLIT_TOKENS", split), patch.object(kv_cache, "SPLIT_TOKENS", split):
+    with patch.object(kv_blocks, "SPLIT_TOKENS", split), patch.object(kv_cache, "SPLIT_TOKENS", split):
         needed = blocks_per_request(shape.groups, shape.max_model_len, shape.block_size, 1, context)
         num_blocks = needed + spare * context
         slots = shape.tier_slots * context
@@ -56,7 +57,7 @@ def test_any_schedule_gives_the_reference_and_every_block_its_rank(
 @pytest.mark.parametrize("groups", GROUPS)
 def test_sequences_are_preempted_if_one_rank_is_full(groups: tuple[KVGroup, ...]) -> None:
     preemptions = 0
-    with patch.object(kv_groups, "SPLIT_TOKENS", 8), patch.object(kv_cache, "SPLIT_TOKENS", 8):
+    with patch.object(kv_blocks, "SPLIT_TOKENS", 8), patch.object(kv_cache, "SPLIT_TOKENS", 8):
         for seed in range(4):
             num_blocks = 4 + blocks_per_request(groups, 39, 4, 1, 2)
             shape = Shape(groups, num_blocks, max_model_len=40, max_num_batched_tokens=16, context=2)

@@ -10,9 +10,10 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.engine.children import Child, start_engine
+from shardline.engine.children import Child
 from shardline.engine.client import EngineClient
 from shardline.engine.executor.base import ControlAnswers
+from shardline.engine.start import start_engine
 from shardline.messages.control import Control, ControlDone, Probe
 from shardline.messages.engine import EngineOutputs
 from tests.engine.commands import Tell, code_with_command

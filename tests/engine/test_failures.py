@@ -75,7 +75,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[MultiprocessExecutor]:
     monkeypatch.setattr(load_watch, "STUCK_SECONDS", 0.6)
     RANKS.clear()
     executor = MultiprocessExecutor(resolve_on(Machine((host(),)), device="cpu", tensor_parallel_size=4), 0, {})
-    executor._channels.start_ranks(4)
+    executor._start_ranks()
     yield executor
     executor.close()
 
@@ -91,7 +91,7 @@ def test_a_rank_that_ends_at_once_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     RANKS.clear()
     executor = MultiprocessExecutor(resolve_on(Machine((host(),)), device="cpu", tensor_parallel_size=4), 0, {})
     with pytest.raises(ExecutorFailure, match=r"tp 1\) on .*, pid 1001, ended with -9"):
-        executor._channels.start_ranks(4)
+        executor._start_ranks()
     executor.close()
 
 
@@ -161,7 +161,7 @@ def test_without_a_cause_the_first_message_is_named(executor: MultiprocessExecut
 def test_ranks_that_hang_in_loading_are_named_but_not_those_that_wait_for_them(
     executor: MultiprocessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor._channels, "start_ranks", lambda count: None)
+    monkeypatch.setattr(executor, "_start_ranks", lambda: None)
     for rank in (0, 1, 3):
         RANKS[rank].channel.send(StoreGet("address/2"))
     began = time.monotonic()

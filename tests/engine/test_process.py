@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +10,7 @@ import pytest
 
 from shardline.channel import Channel
 from shardline.engine.process import EngineProcess
-from shardline.messages.engine import AddRequests, EngineFailed, EngineMessage, FrontMessage, StartEngine
-from shardline.messages.request import Request
-from shardline.sampling_params import SamplingParams
+from shardline.messages.engine import EngineFailed, EngineMessage, FrontMessage, StartEngine
 
 
 @pytest.mark.parametrize("front_ends", [False, True])
@@ -45,27 +42,3 @@ def test_an_end_of_file_elsewhere_is_a_failure_that_the_front_is_told(
         assert isinstance(answer, EngineFailed)
         assert "the checkpoint ends early" in answer.message
     front.close()
-
-
-def test_a_flood_of_requests_does_not_keep_the_batch_waiting() -> None:
-    """Messages are taken for some milliseconds, then the batch has a step; the others are taken after it."""
-    ours, theirs = socket.socketpair()
-    front: Channel[Any] = Channel(ours, EngineMessage)  # type: ignore[arg-type]
-    channel: Channel[Any] = Channel(theirs, FrontMessage)  # type: ignore[arg-type]
-    added: list[Request] = []
-
-    def add_request(request: Request) -> None:
-        time.sleep(0.001)
-        added.append(request)
-
-    engine: Any = SimpleNamespace(busy=True, add_request=add_request)
-    process = EngineProcess(channel)
-    for number in range(50):
-        front.send(AddRequests([Request(request_id=f"r{number}", prompt_token_ids=[1], sampling=SamplingParams())]))
-    assert process._take_messages(engine, SimpleNamespace())  # type: ignore[arg-type]
-    assert 0 < len(added) < 50
-    engine.busy = False  # nothing waits
-    assert process._take_messages(engine, SimpleNamespace())  # type: ignore[arg-type]
-    assert [request.request_id for request in added] == [f"r{number}" for number in range(50)]
-    for one in (front, channel):
-        one.close()

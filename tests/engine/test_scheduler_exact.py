@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shardline.config.speculation import NO_SPECULATION, DraftModel, Speculation, Suffixes
 from shardline.engine.speculative.payoff import Gate
 from shardline.messages.request import Request
-from shardline.models.kv_groups import KVGroup, blocks_per_request
+from shardline.models.kv_blocks import blocks_per_request
+from shardline.models.kv_groups import KVGroup
 from tests.engine.fake_worker import VOCAB, make_request
 from tests.engine.harness import Engine, Shape
 

@@ -149,6 +149,6 @@ def test_an_altered_result_ends_the_line(hosts: TwoHosts) -> None:
 
 
 def test_nobody_listens_once_the_ranks_are_ready(hosts: TwoHosts) -> None:
-    name, _, port = hosts.executor._channels._lines.address.rpartition(":")
+    name, _, port = hosts.executor._lines.address.rpartition(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((name, int(port)), timeout=1.0)

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shardline.engine.block_pool import BlockPool
-from shardline.engine.kv_cache import KVCache, cache_namespace
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.prefixes import cache_namespace
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.engine.tiers import BlockTraffic, content_key
 from shardline.messages.copies import CopyResult
 from shardline.messages.step import StepPlan
-from shardline.models.kv_groups import KVGroup, blocks_per_request
+from shardline.models.kv_blocks import blocks_per_request
+from shardline.models.kv_groups import KVGroup
 from tests.engine.fake_worker import make_request
 from tests.engine.harness import FULL, Engine, Shape
 from tests.engine.lru_tier import CountingTier
@@ -179,8 +181,9 @@ def plans_of(engine: Engine, *names: str) -> list[StepPlan]:
 
 def queries_and_hits(engine: Engine) -> tuple[int, int]:
     """Those of the last request; the three of `evicted` ask for 16, 32 and 32 tokens, and nothing is there yet."""
-    kv = engine.scheduler.kv
-    return kv.tier_queries - 80, kv.tier_hits
+    traffic = engine.scheduler.kv.traffic
+    assert traffic is not None
+    return traffic.num_queries - 80, traffic.num_hits
 
 
 def test_an_evicted_prefix_is_fetched_and_not_computed() -> None:
@@ -243,7 +246,7 @@ def test_a_request_that_is_cancelled_while_blocks_are_fetched_gives_all_back(
     if not submitted:
         engine.add(make_request("too", PROMPT, 2))
     engine.scheduler.abort_requests(["again", "too"])
-    assert engine.scheduler.num_unfinished == 0
+    assert engine.scheduler.registry.num_live == 0
     assert pool.num_used == 4, "ranks still write them"
     engine.run()
     engine.check_done({"again", "too"})

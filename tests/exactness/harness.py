@@ -32,7 +32,7 @@ from shardline.engine.speculative.text_proposer import Lookup
 from shardline.messages.request import AdapterRef, Request
 from shardline.messages.stats import EngineStats
 from shardline.messages.step import SequenceResult
-from shardline.models.kv_groups import blocks_per_request
+from shardline.models.kv_blocks import blocks_per_request
 from shardline.models.sharding import Spans
 from shardline.runtime.features.base import RunningStep
 from shardline.runtime.features.draft_model import DraftModel

@@ -10,7 +10,7 @@ import pytest
 
 from shardline.engine.engine import Engine
 from shardline.messages.request import Request, TokenLogprobs
-from shardline.runtime.sampling import sampler
+from shardline.runtime.features import scores as scoring
 from tests.exactness.harness import make_requests, start_engine
 from tests.models.checkpoints import make_checkpoint
 
@@ -77,7 +77,7 @@ def test_prompts_have_the_logprobs_of_their_generation(
     folder, requests, expected = case
     if "enable_expert_parallel" in options and "moe" not in folder.name:  # lockstep needs experts
         layout, options = (2, 1, 1), {"max_num_batched_tokens": 20}
-    monkeypatch.setattr(sampler, "_SCORED_LOGIT_BYTES", 4 * VOCAB_SIZE * 7)  # a few rows at a time
+    monkeypatch.setattr(scoring, "_SCORED_LOGIT_BYTES", 4 * VOCAB_SIZE * 7)  # a few rows at a time
     if "num_gpu_blocks_override" in options:
         requests = [with_params(one, max_tokens=40, ignore_eos=True) for one in requests]
     tensor, pipeline, lockstep = layout

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.engine.children import start_engine
 from shardline.engine.client import EngineClient
+from shardline.engine.start import start_engine
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams

@@ -123,7 +123,7 @@ def test_everything_ends_with_the_front(are_stopped: bool) -> None:
     script = """
 import sys, time
 from shardline.config.engine import EngineConfig
-from shardline.engine.children import start_engine
+from shardline.engine.start import start_engine
 from shardline.engine.client import EngineClient
 from shardline.deployment.here import resolve_here
 config = EngineConfig.from_options(model="demo", tensor_parallel_size=2)
@@ -148,7 +148,7 @@ def test_a_hung_load_ends_with_the_front() -> None:
     script = """
 import sys, time
 from shardline.config.engine import EngineConfig
-from shardline.engine.children import start_engine
+from shardline.engine.start import start_engine
 from shardline.engine.client import EngineClient
 from shardline.deployment.here import resolve_here
 config = EngineConfig.from_options(model="demo", tensor_parallel_size=2)
@@ -173,7 +173,7 @@ def test_code_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from the current directory')")
     script = """
 from shardline.config.engine import EngineConfig
-from shardline.engine.children import start_engine
+from shardline.engine.start import start_engine
 from shardline.engine.client import EngineClient
 from shardline.deployment.here import resolve_here
 config = EngineConfig.from_options(model="demo", distributed_executor_backend="mp")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.models.kv_groups import blocks_per_request, kv_groups, longest_request
+from shardline.models.kv_blocks import blocks_per_request, longest_request
+from shardline.models.kv_groups import kv_groups
 from shardline.models.partition import Span, balance_stages, parse_stages, split_dim, split_heads
 from shardline.models.sharding import check_tensor_parallel
 from shardline.models.spec import DecoderSpec

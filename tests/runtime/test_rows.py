@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from shardline.runtime.layers.linear import ColumnLinear
-from shardline.runtime.step import Rows, empty_rows
+from shardline.runtime.layers.token_input import with_inputs
+from shardline.runtime.lockstep import empty_rows
+from shardline.runtime.step import Rows
 from shardline.weights.formats.plain import Format
 from tests.runtime.ops.helpers import KERNELS
 
@@ -35,7 +37,7 @@ def test_narrowed_rows_take_their_own() -> None:
 def test_inputs_of_tokens_are_narrowed_too() -> None:
     rows = dataclasses.replace(table(3), narrowed=dataclasses.replace(table(1), places=torch.tensor([2])))
     inputs = torch.randn(3, 2, 2, 4)
-    given = rows.with_inputs(inputs)
+    given = with_inputs(rows, inputs)
     assert given.token_inputs is inputs
     narrowed = given.narrow().token_inputs
     assert narrowed is not None

@@ -241,8 +241,8 @@ class Engines:
             RuntimeError: nodes are missing.
         """
         from shardline.deployment.here import resolve_here
-        from shardline.engine.children import StartedEngine, start_engine
         from shardline.engine.client import EngineClient
+        from shardline.engine.start import StartedEngine, start_engine
 
         if config.places_with_ray:
             from shardline.cluster.ray.nodes import RayNodes

@@ -21,7 +21,8 @@ from shardline.cluster.wire import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Machine
-from shardline.engine.children import Child, StartedEngine, start_engine
+from shardline.engine.children import Child
+from shardline.engine.start import StartedEngine, start_engine
 from shardline.messages.engine import StartEngine
 from shardline.messages.node import (
     ENGINE,
@@ -37,7 +38,7 @@ from shardline.messages.node import (
     StartHead,
     Stream,
 )
-from shardline.segment.pulse import CHECK_INTERVAL
+from shardline.segment.pulse_watch import CHECK_INTERVAL
 
 if TYPE_CHECKING:
     from shardline.cluster.ray.nodes import RayNodes

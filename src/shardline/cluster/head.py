@@ -47,7 +47,8 @@ from shardline.messages.node import (
     Unfit,
 )
 from shardline.process_title import set_process_title
-from shardline.segment.pulse import CHECK_INTERVAL, LoopWatch, start_pulse
+from shardline.segment.pulse import start_pulse
+from shardline.segment.pulse_watch import CHECK_INTERVAL, LoopWatch
 
 _NOTICE_SECONDS = 30.0
 _REJOIN_SECONDS = 4.0

@@ -49,7 +49,7 @@ from shardline.messages.node import (
     Unfit,
 )
 from shardline.process_title import set_process_title
-from shardline.segment.pulse import CHECK_INTERVAL, LoopWatch
+from shardline.segment.pulse_watch import CHECK_INTERVAL, LoopWatch
 from shardline.stop_signals import stop_signals
 
 _NOTICE_SECONDS = 30.0

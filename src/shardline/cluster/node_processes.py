@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from shardline.channel import encode_message
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.segment import segment_layout
-from shardline.engine.children import Child, is_own_end, start_engine
+from shardline.engine.children import Child, is_own_end
+from shardline.engine.start import start_engine
 from shardline.messages.engine import EngineBeat, EngineFailed
 from shardline.messages.node import ENGINE, Stream
 from shardline.messages.worker import RankBeat, RankEnded, RankStarted

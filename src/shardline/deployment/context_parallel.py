@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline.config.engine import EngineConfig
 from shardline.deployment.layout import Layout
 from shardline.models.attention import GQA
-from shardline.models.kv_groups import SPLIT_TOKENS
+from shardline.models.kv_blocks import SPLIT_TOKENS
 from shardline.models.mla import MLA
 from shardline.models.spec import DecoderSpec
 

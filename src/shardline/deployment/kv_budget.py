@@ -11,7 +11,8 @@ from shardline.config.fields import format_bytes, parse_bytes
 from shardline.deployment.deployment import Deployment, FixedPool, KVAllocation, MeasuredPool, RankWeights
 from shardline.deployment.layout import Layout
 from shardline.deployment.machine import Device, Machine
-from shardline.models.kv_groups import KVGroup, blocks_per_request, longest_request
+from shardline.models.kv_blocks import blocks_per_request, longest_request
+from shardline.models.kv_groups import KVGroup
 from shardline.models.parts import DType
 from shardline.models.sizes import step_bytes
 from shardline.models.spec import DecoderSpec

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardline.config.engine import EngineConfig
-from shardline.models.kv_groups import KVGroup, longest_request
+from shardline.models.kv_blocks import longest_request
+from shardline.models.kv_groups import KVGroup
 from shardline.models.spec import DecoderSpec
 
 

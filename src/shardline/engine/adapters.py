@@ -73,7 +73,7 @@ class AdapterSlots:
             for scheduler, sequence in slot.users:
                 if sequence.state is not State.FINISHED:
                     scheduler.queues.leave(sequence, State.FINISHED)
-                    scheduler.registry.refuse_sequence(sequence, done.error)
+                    scheduler.registry.finish_sequence(sequence, "error", done.error)
 
     def _place(self, scheduler: Scheduler, sequence: LiveSequence) -> bool:
         """Whether the sequence's adapter has a slot, or has one from now on."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
+
+from shardline.engine.release_order import ReleaseOrder
 
 NULL_BLOCK = 0
 """Fills places of block tables that are never read; it is never handed out."""
@@ -41,10 +42,8 @@ class BlockPool:
         """Other free blocks without content."""
         self._num_cached = 0
         """Free blocks with content."""
-        self._released: deque[int] = deque()
-        """Blocks with content, in the order of their release. Only the last entry of a free block counts."""
-        self._num_entries = array("I", bytes(4 * num_blocks))
-        """For each block its entries in `_released`."""
+        self._released = ReleaseOrder(num_blocks)
+        """Those of them, and blocks that are held again."""
 
     @property
     def num_free(self) -> int:
@@ -97,11 +96,7 @@ class BlockPool:
 
     def _take_cached(self) -> int:
         """The least recently released block with content; it loses its content."""
-        block = self._released.popleft()
-        self._num_entries[block] -= 1
-        while self._num_entries[block] or self._references[block]:
-            block = self._released.popleft()
-            self._num_entries[block] -= 1
+        block = self._released.take(self._references)
         self._num_cached -= 1
         content = self._contents[block]
         assert content is not None
@@ -126,23 +121,8 @@ class BlockPool:
             if self._contents[block] is None:
                 self._blank.append(block)
             else:
-                self._released.append(block)
-                self._num_entries[block] += 1
+                self._released.add(block, self._references)
                 self._num_cached += 1
-                if len(self._released) > 2 * len(self._contents):
-                    self._drop_old_entries()
-
-    def _drop_old_entries(self) -> None:
-        """Keep only the entries of `_released` that count."""
-        entries, references = self._num_entries, self._references
-        kept = []
-        for block in self._released:
-            entries[block] -= 1
-            if not entries[block] and not references[block]:
-                kept.append(block)
-        for block in kept:
-            entries[block] = 1
-        self._released = deque(kept)
 
     def publish_block(self, block: int, content: bytes) -> None:
         """Let `find_block` find a held block by its content. If another block has the same content, that one is found

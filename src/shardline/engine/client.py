@@ -14,8 +14,8 @@ import msgspec
 
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
-from shardline.engine.children import StartedEngine
 from shardline.engine.engine_watch import EngineWatch
+from shardline.engine.start import StartedEngine
 from shardline.messages.control import Command, Control, ControlDone, Probe
 from shardline.messages.engine import (
     AbortRequests,

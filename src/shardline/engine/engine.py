@@ -92,7 +92,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request on the replica that has the fewest."""
-        scheduler = min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished)
+        scheduler = min(self._schedulers, key=lambda scheduler: scheduler.registry.num_live)
         sequence = scheduler.add_request(request, time.monotonic())
         if sequence is not None and sequence.has_grammar:
             self._masks.begin(scheduler, sequence)
@@ -207,7 +207,9 @@ class Engine:
                 )
         replicas = [
             msgspec.structs.replace(
-                scheduler.stats(), tier=scheduler.kv.tier_stats(), engine_seconds=self._engine_seconds
+                scheduler.stats(),
+                tier=None if (traffic := scheduler.kv.traffic) is None else traffic.stats(),
+                engine_seconds=self._engine_seconds,
             )
             for scheduler in self._schedulers
         ]

@@ -11,7 +11,7 @@ from shardline.engine.children import Child, is_own_end
 from shardline.engine.watchdog import LOOK_SECONDS, STUCK_SECONDS, LoadWatch, Verdict, Watchdog, probe_interval
 from shardline.messages.engine import EngineBeat, EngineFailed
 from shardline.segment.activity import Activity
-from shardline.segment.pulse import CHECK_INTERVAL
+from shardline.segment.pulse_watch import CHECK_INTERVAL
 
 _GRACE = 0.9
 """Seconds beyond the step's deadline that an engine has to answer: it can say which of its ranks is late."""

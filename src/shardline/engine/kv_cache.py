@@ -3,97 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from shardline.engine.block_pool import NULL_BLOCK, BlockPool
 from shardline.engine.context_pool import ContextPool
 from shardline.engine.kv_events import KVEventLog
+from shardline.engine.prefixes import BlockHasher, longest_hit, num_window_blocks
 from shardline.engine.scheduling.sequence import KVState, LiveSequence
 from shardline.engine.tiers import BlockTraffic, Tier, content_key
-from shardline.messages.stats import TierStats
-from shardline.models.kv_groups import SPLIT_TOKENS, KVGroup, blocks_per_request
-
-_DIGEST_BYTES = 16
-
-
-def cache_namespace(weights: str, secret: bytes) -> bytes:
-    """What the keys of cached prefixes begin with: equal for engines with the same weights and secret.
-
-    `weights`: a name of everything that keys and values depend on, such as a fingerprint. `secret`: of a deployment.
-    """
-    return blake2b(weights.encode(), key=secret, digest_size=32).digest()
-
-
-class BlockHasher:
-    """Chained hashes of full token blocks: equal hashes mean equal namespace, salt, position and tokens so far.
-
-    The chains start from the namespace, which depends on a secret, so that nobody can compute a collision or the chain
-    of a salt in advance.
-    """
-
-    def __init__(self, block_size: int, namespace: bytes) -> None:
-        self._block_size = block_size
-        self._namespace = namespace
-
-    def successor(self) -> BlockHasher:
-        """A hasher whose hashes are unlike all of this one's."""
-        return BlockHasher(self._block_size, blake2b(b"reset", key=self._namespace).digest())
-
-    def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Extend `hashes`, those of the first blocks of `token_ids`, to `num_blocks` blocks."""
-        if len(hashes) >= num_blocks:
-            return
-        if hashes:
-            parent = hashes[-1]
-        else:
-            root = salt.encode("utf-8", "surrogatepass")
-            parent = blake2b(root, digest_size=_DIGEST_BYTES, key=self._namespace).digest()
-        size = self._block_size
-        for start in range(len(hashes) * size, num_blocks * size, size):
-            tokens = array("q", token_ids[start : start + size]).tobytes()
-            parent = blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
-            hashes.append(parent)
-
-
-def num_window_blocks(window: int, block_size: int) -> int:
-    """Full blocks before a block boundary that the token at the boundary attends to with this window."""
-    return -(-(window - 1) // block_size)
-
-
-def longest_hit(groups: Sequence[KVGroup], block_size: int, num_blocks: int, cached: Callable[[int, int], bool]) -> int:
-    """The largest number of blocks, at most `num_blocks`, that a sequence can skip.
-
-    `cached(group, block)` tells whether a block of the sequence is cached. Full attention needs every skipped block. A
-    windowed group needs only the blocks to which the first token after them attends.
-    """
-    length = num_blocks
-    for index, group in enumerate(groups):
-        if group.window is None:
-            length = next((block for block in range(length) if not cached(index, block)), length)
-    # A shorter length moves the windows of all groups, so repeat until the length does not change.
-    while True:
-        before = length
-        for index, group in enumerate(groups):
-            if group.window is not None:
-                length = _window_hit(index, num_window_blocks(group.window, block_size), length, cached)
-        if length == before:
-            return length
-
-
-def _window_hit(group: int, needed: int, length: int, cached: Callable[[int, int], bool]) -> int:
-    """The largest length whose last `needed` blocks (all of them, if there are fewer) are cached in `group`."""
-    if needed == 0:
-        return length
-    for block in range(length - 1, -1, -1):
-        if not cached(group, block):
-            length = block
-        elif length - block >= needed:
-            return length
-    return length
+from shardline.models.kv_blocks import SPLIT_TOKENS, blocks_per_request
+from shardline.models.kv_groups import KVGroup
 
 
 @dataclass(frozen=True)
@@ -133,18 +53,16 @@ class KVCache:
         namespace: bytes | None = None,
         context: int = 1,
     ) -> None:
-        """`namespace`: 16 to 64 bytes, see `cache_namespace`; None: one of this cache alone. `context`: ranks that
-        share the keys of a request."""
+        """`namespace`: 16 to 64 bytes, see `prefixes.cache_namespace`; None: one of this cache alone. `context`: ranks
+        that share the keys of a request."""
         is_shared = context > 1
         of_split = SPLIT_TOKENS // block_size
         self.pool = ContextPool(num_blocks, context, of_split) if is_shared else BlockPool(num_blocks)
         self.traffic: BlockTraffic | None = None
         """What moves blocks to the second tier and back; None: there is none."""
         self.events: KVEventLog | None = None
-        self.tier_queries = self.tier_hits = 0
-        """Tokens of prefixes that the pool did not have, and those of them that came from the tier."""
         self._groups = groups
-        self._block_size = block_size
+        self.block_size = block_size
         self.num_groups = len(groups)
         self._hasher = BlockHasher(block_size, namespace or secrets.token_bytes(32)) if prefix_caching else None
         self._suffixes = [content_key(b"", index) for index in range(len(groups))]
@@ -157,15 +75,6 @@ class KVCache:
         `most_fetches`: see `BlockTraffic`."""
         self.traffic = BlockTraffic(self.pool, tier, most_fetches)
 
-    def tier_stats(self) -> TierStats | None:
-        """Counters of the tier; None: there is none."""
-        if (traffic := self.traffic) is None:
-            return None
-        tier = traffic.tier
-        return TierStats(
-            tier.num_slots, tier.num_used, self.tier_queries, self.tier_hits, traffic.num_lost, traffic.counts
-        )
-
     @property
     def is_fetching(self) -> bool:
         """Whether blocks are held for prefixes that are on their way from the tier."""
@@ -173,16 +82,8 @@ class KVCache:
 
     def log_events(self) -> KVEventLog:
         """Note in a log what is published and what is lost. Call it after `add_tier`."""
-        self.events = log = KVEventLog()
-        keep = self.pool.on_evict
-
-        def note(content: bytes, block: int) -> None:
-            log.note_removed(content)
-            if keep is not None:
-                keep(content, block)
-
-        self.pool.on_evict = note
-        return log
+        self.events = KVEventLog(self.pool)
+        return self.events
 
     def reset_prefixes(self) -> None:
         """Let later sequences find nothing that is published now. It stays until its blocks are handed out again.
@@ -219,12 +120,12 @@ class KVCache:
             return in_pool(group, block) or traffic.can_fetch(hashes[block] + suffixes[group])
 
         cached = in_pool if traffic is None else in_pool_or_tier
-        length = longest_hit(self._groups, self._block_size, most, cached)
+        length = longest_hit(self._groups, self.block_size, most, cached)
         tables: list[list[int]] = []
         held: list[int] = []
         absent: dict[bytes, int] = {}
         for group, suffix in zip(self._groups, suffixes, strict=True):
-            needed = length if group.window is None else num_window_blocks(group.window, self._block_size)
+            needed = length if group.window is None else num_window_blocks(group.window, self.block_size)
             first = max(0, length - needed)
             blocks = [find(content + suffix) or NULL_BLOCK for content in hashes[first:length]]
             tables.append([NULL_BLOCK] * first + blocks)
@@ -234,28 +135,28 @@ class KVCache:
                 blocks = [block for block in blocks if block != NULL_BLOCK]
             held += blocks
         num_free = self.pool.most([block for block in held if self.pool.num_references(block) == 0])
-        in_pool_length = longest_hit(self._groups, self._block_size, most, in_pool) if absent else length
-        pool_tokens = in_pool_length * self._block_size
-        return PrefixHit(tables, length * self._block_size, self.pool.fewest(held), num_free, absent, pool_tokens)
+        in_pool_length = longest_hit(self._groups, self.block_size, most, in_pool) if absent else length
+        pool_tokens = in_pool_length * self.block_size
+        return PrefixHit(tables, length * self.block_size, self.pool.fewest(held), num_free, absent, pool_tokens)
 
     def _rank_at(self, place: int) -> int:
-        return place * self._block_size // SPLIT_TOKENS % self.pool.num_ranks
+        return place * self.block_size // SPLIT_TOKENS % self.pool.num_ranks
 
     def _most_hits(self, sequence: LiveSequence) -> int:
         """The most blocks of a sequence that may be skipped."""
-        unscored = sequence.first_unscored
-        return (len(sequence.tokens) - 1 if unscored is None else unscored) // self._block_size
+        wanted = None if sequence.report is None else sequence.report.first_missing
+        return (len(sequence.tokens) - 1 if wanted is None else wanted) // self.block_size
 
     def fetch_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> int | None:
         """Fetch what is absent from a hit; returns the ticket of `BlockTraffic.fetch`."""
         assert self.traffic is not None
         sequence.fetched = hit.pool_tokens, hit.num_tokens
-        self.tier_queries += self._most_hits(sequence) * self._block_size - hit.pool_tokens
+        self.traffic.num_queries += self._most_hits(sequence) * self.block_size - hit.pool_tokens
         return self.traffic.fetch(_blocks_of(hit.tables), hit.absent)
 
     def blocks_of_request(self, num_tokens: int, step_tokens: int) -> int:
         """The most blocks that `num_tokens` of a sequence need at a time, if a step computes up to `step_tokens`."""
-        return blocks_per_request(self._groups, num_tokens, self._block_size, step_tokens, self.pool.num_ranks)
+        return blocks_per_request(self._groups, num_tokens, self.block_size, step_tokens, self.pool.num_ranks)
 
     def blocks_ahead(self, sequence: LiveSequence, step_tokens: int) -> int:
         """The most blocks that the known tokens of a sequence need beside those that it holds."""
@@ -265,22 +166,23 @@ class KVCache:
     def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
         """Give a sequence that holds nothing the blocks of a hit from which none is absent."""
         kv = sequence.kv
-        if sequence.fetched is None:
-            self.tier_queries += self._most_hits(sequence) * self._block_size - hit.num_tokens
-        else:  # what has come; ranks may have lost some of it
-            start, end = sequence.fetched
-            self.tier_hits += max(0, min(hit.num_tokens, end) - start)
+        if self.traffic is not None:
+            if sequence.fetched is None:
+                self.traffic.num_queries += self._most_hits(sequence) * self.block_size - hit.num_tokens
+            else:  # what has come; ranks may have lost some of it
+                start, end = sequence.fetched
+                self.traffic.num_hits += max(0, min(hit.num_tokens, end) - start)
         for group, table in enumerate(hit.tables):
             kv.tables[group] = list(table)
             kv.num_slid[group] = table.count(NULL_BLOCK)
             for block in table[kv.num_slid[group] :]:
                 self.pool.share_block(block)
-        kv.num_published = hit.num_tokens // self._block_size
+        kv.num_published = hit.num_tokens // self.block_size
         kv.num_sent = 0
 
     def reach(self, sequence: LiveSequence) -> int:
         """The largest `num_tokens` that `grow_tables` can be called with now."""
-        return self.pool.reach(len(sequence.kv.tables[0]), len(self._groups)) * self._block_size
+        return self.pool.reach(len(sequence.kv.tables[0]), len(self._groups)) * self.block_size
 
     def grow_tables(self, sequence: LiveSequence, num_tokens: int) -> list[list[int]]:
         """Give the sequence blocks for its first `num_tokens` tokens.
@@ -288,7 +190,7 @@ class KVCache:
         Returns the entries of each group's table that no plan has carried yet, for the next plan; do not change them.
         """
         kv = sequence.kv
-        length = -(-num_tokens // self._block_size)
+        length = -(-num_tokens // self.block_size)
         if length <= kv.num_sent:
             return self.no_blocks
         for table in kv.tables:
@@ -301,7 +203,7 @@ class KVCache:
     def publish_blocks(self, sequence: LiveSequence) -> None:
         """Publish the full blocks whose tokens are scheduled and known."""
         kv = sequence.kv
-        full = min(sequence.num_scheduled, len(sequence.tokens)) // self._block_size
+        full = min(sequence.num_scheduled, len(sequence.tokens)) // self.block_size
         if full <= kv.num_published or self._hasher is None:
             return
         self._hasher.extend(kv.hashes, sequence.request.cache_salt, sequence.tokens, full)
@@ -311,16 +213,16 @@ class KVCache:
                     self.pool.publish_block(table[block], kv.hashes[block] + suffix)
             first = max(kv.num_published, kv.num_slid[group])
             if self.events is not None and first < full:
-                tokens = sequence.tokens[first * self._block_size : full * self._block_size]
+                tokens = sequence.tokens[first * self.block_size : full * self.block_size]
                 salt = sequence.request.cache_salt
-                self.events.note_stored(kv.hashes[:full], first, group, tokens, self._block_size, salt)
+                self.events.note_stored(kv.hashes[:full], first, group, tokens, self.block_size, salt)
         kv.num_published = full
 
     def slide_windows(self, sequence: LiveSequence) -> None:
         """Take back the blocks that lie before their group's window for all plans in flight and all later ones."""
         kv = sequence.kv
         for group, window in self._windows:
-            first = (sequence.num_computed - window + 1) // self._block_size
+            first = (sequence.num_computed - window + 1) // self.block_size
             for block in range(kv.num_slid[group], first):
                 self.pool.release_block(kv.tables[group][block])
                 kv.tables[group][block] = NULL_BLOCK
@@ -336,15 +238,6 @@ class KVCache:
         for group, table in enumerate(kv.tables):
             table.clear()
             kv.num_slid[group] = 0
-
-    def recompute_cost(self, sequence: LiveSequence) -> int:
-        """Tokens to compute again if the sequence loses its blocks: all but those in blocks that others hold too.
-
-        This takes O(log(number of blocks)), since shared blocks always form a prefix.
-        """
-        table, first = sequence.kv.tables[0], sequence.kv.num_slid[0]
-        shared = bisect_left(table, True, lo=first, key=lambda block: self.pool.num_references(block) == 1)
-        return sequence.num_scheduled - (shared * self._block_size if shared > first else 0)
 
 
 def _blocks_of(tables: Sequence[Sequence[int]]) -> list[int]:

@@ -12,6 +12,8 @@ import msgspec
 
 from shardline.config.kv_events import KVEventsConfig, is_bound
 from shardline.deployment.deployment import CachePlan
+from shardline.engine.block_pool import BlockPool
+from shardline.engine.context_pool import ContextPool
 from shardline.engine.tiers import split_key
 from shardline.messages.kv_events import (
     END_OF_REPLAY,
@@ -33,8 +35,10 @@ _MEDIUM = "GPU"
 class KVEventLog:
     """What happened to one KV cache since it was last asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: BlockPool | ContextPool) -> None:
+        """`pool`: the one of the cache. It tells the log what it evicts, and then whoever keeps that."""
         self._events: list[KVEvent] = []
+        self._keep, pool.on_evict = pool.on_evict, self._note_removed
 
     def note_stored(
         self, hashes: list[bytes], first: int, group: int, token_ids: list[int], block_size: int, salt: str
@@ -47,10 +51,12 @@ class KVEventLog:
             BlockStored(new, parent, token_ids, block_size, None, _MEDIUM, None, extra_keys=extra, group_idx=group)
         )
 
-    def note_removed(self, content: bytes) -> None:
+    def _note_removed(self, content: bytes, block: int) -> None:
         """The pool gives a block to other content."""
         block_hash, group = split_key(content)
         self._events.append(BlockRemoved([_short(block_hash)], _MEDIUM, group))
+        if self._keep is not None:
+            self._keep(content, block)
 
     def note_cleared(self) -> None:
         """Nothing that was published is found any more."""

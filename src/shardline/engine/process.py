@@ -1,4 +1,4 @@
-"""The engine process: messages from the front in, outputs out, the step loop between."""
+"""The engine process: its start, and how its front learns of every failure. `serve.py` is what it does between."""
 
 from __future__ import annotations
 
@@ -11,50 +11,35 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from shardline.channel import Channel, readable
+from shardline.channel import Channel
 from shardline.deployment.fingerprint import numeric_contract
 from shardline.deployment.kv_budget import max_concurrency
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
-from shardline.engine.kv_cache import cache_namespace
-from shardline.engine.outbox import Outbox
+from shardline.engine.prefixes import cache_namespace
 from shardline.engine.report import check_known_answers, startup_report
+from shardline.engine.serve import EngineServer
 from shardline.engine.speculative.ranks import DraftRanks
 from shardline.log import configure_logging
-from shardline.messages.control import Control
-from shardline.messages.engine import (
-    AbortRequests,
-    AddRequests,
-    EngineFailed,
-    EngineOutputs,
-    EngineReady,
-    FrontMessage,
-    ResetPrefixCache,
-    StartEngine,
-    StopEngine,
-)
+from shardline.messages.engine import EngineFailed, EngineReady, FrontMessage, StartEngine
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
 
-_MESSAGE_SECONDS = 0.005
-"""How long messages may keep a batch waiting for its next step."""
 _log = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """Serves one front over one channel until either side ends."""
+    """Starts an engine for one front, and serves it over one channel until either side ends."""
 
     def __init__(self, channel: Channel[FrontMessage], streams: Sequence[int] = ()) -> None:
         """`streams`: the descriptors of the sockets that lead to the ranks on other hosts, in their order."""
         self._channel = channel
         self._streams = streams
-        self._stopping = False
         self._ready = False
         self._executor: Executor | None = None
         self._draft_ranks: DraftRanks | None = None
         self._engine: Engine | None = None
-        self._outbox = Outbox()
 
     def run(self) -> None:
         """Start, serve and end; the front gets every failure as a message for people."""
@@ -96,7 +81,7 @@ class EngineProcess:
             self._ready = True
             gc.freeze()
             gc.enable()
-            self._serve(engine, executor)
+            EngineServer(self._channel, engine, executor).run()
         except Exception as error:
             # Reading a file or a rank may raise the same errors as reading the front.
             if isinstance(error, (EOFError, OSError)) and self._channel.peer_has_ended():
@@ -110,63 +95,6 @@ class EngineProcess:
                 self._executor.close()
             if self._draft_ranks is not None:
                 self._draft_ranks.close()
-
-    def _serve(self, engine: Engine, executor: Executor) -> None:
-        while not self._stopping:
-            if not engine.busy:
-                self._await_message(executor)
-            changed = self._take_messages(engine, executor)
-            if self._stopping:
-                return
-            if not changed and not engine.busy:
-                continue
-            is_time = self._outbox.put_outputs(engine.step(), time.monotonic())
-            self._send_answers(executor)
-            # The last message before a pause has the gauges of the pause: blocks may be freed without an output.
-            if is_time or not engine.busy:
-                outputs = self._outbox.take_outputs()
-                self._channel.send(EngineOutputs(outputs, engine.stats(), kv_events=engine.take_events()))
-
-    def _await_message(self, executor: Executor) -> None:
-        """Wait for a message of the front, and check the ranks meanwhile."""
-        front = self._channel.fileno()
-        while True:
-            pause = executor.check_ranks()
-            self._send_answers(executor)
-            if readable([front, *executor.watched_fds()], pause) == [front]:
-                return
-
-    def _send_answers(self, executor: Executor) -> None:
-        if executor.answers.joined:
-            for answer in executor.answers.take():
-                self._channel.send(answer)
-
-    def _take_messages(self, engine: Engine, executor: Executor) -> bool:
-        """Whether a message came that may change what the engine does or reports, other than one for the ranks."""
-        changed = False
-        deadline = time.monotonic() + _MESSAGE_SECONDS
-        while not self._stopping and readable([self._channel.fileno()]):
-            if engine.busy and time.monotonic() > deadline:
-                return changed
-            message = self._channel.receive()
-            if isinstance(message, Control):
-                executor.submit_control(message)
-                continue
-            changed = True
-            if isinstance(message, AddRequests):
-                self._outbox.expect_requests(message.requests)
-                for request in message.requests:
-                    engine.add_request(request)
-            elif isinstance(message, AbortRequests):
-                engine.abort_requests(message.request_ids)
-                # The gauges must show the blocks that came back even if no step follows.
-                outputs = self._outbox.take_outputs()
-                self._channel.send(EngineOutputs(outputs, engine.stats(), message.request_ids))
-            elif isinstance(message, ResetPrefixCache):
-                engine.reset_prefix_cache()
-            elif isinstance(message, StopEngine):
-                self._stopping = True
-        return changed
 
     def _tell(self, error: Exception) -> None:
         user_error = isinstance(error, ValueError) and not self._ready

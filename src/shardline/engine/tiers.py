@@ -20,6 +20,7 @@ from shardline.engine.block_pool import BlockPool
 from shardline.engine.context_pool import ContextPool
 from shardline.engine.tier_files import FileIndex
 from shardline.messages.copies import BlockCopies, BlockCopy, CopyCounts, CopyResult
+from shardline.messages.stats import TierStats
 
 _FETCH_BYTES = 16 << 20
 """What a rank copies back in one step: a few milliseconds, which sequences that compute can bear."""
@@ -156,11 +157,18 @@ class BlockTraffic:
         """Who waits for each key on its way."""
         self.is_fetching = False
         """Whether blocks are held for fetches."""
+        self.num_queries = self.num_hits = 0
+        """Tokens of prefixes that the pool did not have, and those of them that came from the tier."""
         self.num_lost = 0
         """Blocks that a rank had lost."""
         self.counts = CopyCounts()
         """Summed over ranks."""
         pool.on_evict = self._store
+
+    def stats(self) -> TierStats:
+        """Counters since the start, and what the tier holds now."""
+        num_slots, num_used = self.tier.num_slots, self.tier.num_used
+        return TierStats(num_slots, num_used, self.num_queries, self.num_hits, self.num_lost, self.counts)
 
     def can_fetch(self, key: bytes) -> bool:
         """Whether the tier has the content, or it is on its way already."""

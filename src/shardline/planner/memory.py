@@ -17,7 +17,7 @@ from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.kv_budget import gpu_left
 from shardline.deployment.machine import Machine
 from shardline.deployment.resolve import resolve
-from shardline.models.kv_groups import blocks_per_request, longest_request
+from shardline.models.kv_blocks import blocks_per_request, longest_request
 from shardline.models.partition import Span
 from shardline.models.parts import KVDType
 from shardline.models.sizes import stage_spans, step_bytes

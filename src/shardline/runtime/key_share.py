@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardline.deployment.deployment import Deployment
 from shardline.models.attention import cached_token_bytes
-from shardline.models.kv_groups import SPLIT_TOKENS
+from shardline.models.kv_blocks import SPLIT_TOKENS
 
 _MAX_PLANS = 256
 """Plans that are kept: those of decode steps rarely change."""

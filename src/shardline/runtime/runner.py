@@ -15,11 +15,13 @@ from torch import Tensor
 from shardline.messages.step import RankStep, SequenceResult, SequenceStep, StepPlan, StepResult
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
+from shardline.runtime.guesses import guessed_rows
 from shardline.runtime.kv_store import KVStore
+from shardline.runtime.lockstep import run_empty_step
 from shardline.runtime.machines.base import Counters, Download, Forward, StepInputs, StepSizes
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
-from shardline.runtime.sequences import SequenceTable, WorkerSequence, sampled_rows
+from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.runtime.step import StepInput
 
 
@@ -119,7 +121,7 @@ class Runner:
         if running.stepped:
             outcome = self._compute(rank_step, running)
         elif any(rank_step.replica_tokens):
-            self._stage.run_empty_step(rank_step.replica_tokens, rank_step.replica_samples)
+            run_empty_step(self._stage, rank_step.replica_tokens, rank_step.replica_samples)
         pending = PendingStep(self._inputs.download(running.tensors), partial(self._finish, started, running, outcome))
         self._in_flight.append(pending)
         if pending.is_over:
@@ -139,7 +141,7 @@ class Runner:
                 self._features[place].start_sequence(sequence, start)
         stepped = [self._sequences.advance_sequence(entry) for entry in plan.steps]
         sampled = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
-        rows = sampled_rows(plan.steps, stepped)
+        rows = guessed_rows(sampled) if any(sequence.num_guessed for sequence in sampled) else sampled
         sampling = self._sampler.plan_sampling(rows) if self._sampler is not None and rows else None
         greedy = self._fuses_argmax and sampling is not None and sampling.is_greedy
         running = RunningStep(plan, stepped, sampled, rows, sampling, greedy, self._forward, self._in_flight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -91,28 +91,6 @@ class Rows:
         if self.are_last:
             return x[len(x) - len(self) :]
         return x if self.places is None else torch.index_select(x, 0, self.places)
-
-    def with_inputs(self, token_inputs: Tensor) -> Rows:
-        """The same with `token_inputs` of all rows."""
-        narrowed = self.narrowed
-        if narrowed is not None:
-            narrowed = replace(narrowed, token_inputs=narrowed.take(token_inputs))
-        return replace(self, token_inputs=token_inputs, narrowed=narrowed)
-
-    def with_adapters(self, adapters: Tensor, *, scaled: bool, adapts_experts: bool) -> Rows:
-        """The same with `adapters` of all rows."""
-        narrowed = self.narrowed
-        if narrowed is not None:
-            taken = narrowed.take(adapters)
-            narrowed = narrowed.with_adapters(taken, scaled=scaled, adapts_experts=adapts_experts)
-        return replace(self, adapters=adapters, scaled=scaled, adapts_experts=adapts_experts, narrowed=narrowed)
-
-
-def empty_rows(replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> Rows:
-    """The table of a step in which only other replicas have tokens."""
-    none = torch.empty(0, dtype=torch.int64)
-    rows = Rows(none, torch.zeros(1, dtype=torch.int32), none.int(), (), (), replica_samples)
-    return replace(rows, replicas=replica_tokens, narrowed=rows)
 
 
 @dataclass(frozen=True)

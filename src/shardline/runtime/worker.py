@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 
 import torch
 
@@ -29,13 +29,13 @@ from shardline.runtime.features.drafts import Drafts
 from shardline.runtime.features.finite import Finite, FiniteChecker
 from shardline.runtime.features.pooling import Pooling
 from shardline.runtime.features.prompt_embeds import PromptRows
-from shardline.runtime.features.scores import Scores
+from shardline.runtime.features.scores import RowScorer, Scores
 from shardline.runtime.features.watermark import Watermark
 from shardline.runtime.key_share import share_keys
 from shardline.runtime.kv_store import KVStore
 from shardline.runtime.layers.context import LayerLoader, StageContext, Streams
 from shardline.runtime.layers.head import Head
-from shardline.runtime.loader.adapters import AdapterLoader
+from shardline.runtime.loader.adapters import AdaptedLinear, AdapterLoader
 from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
@@ -45,6 +45,7 @@ from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.stage_builder import build_stage
 from shardline.runtime.tiers import open_tier
 from shardline.sampling_params import SamplingParams
 
@@ -78,6 +79,10 @@ class Worker:
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
         self._draft_stage: DecoderStage | None = None
+        self._adapted: Sequence[AdaptedLinear] = ()
+        """The linears that adapters can change."""
+        self._special_slots: tuple[Set[int], Set[int]] = (frozenset(), frozenset())
+        """See `RowAdapters`."""
         self._head: Head | None = None
         self._draft: DraftModel | None = None
         self._kv_store: KVStore | None = None
@@ -156,7 +161,7 @@ class Worker:
     @functools.cached_property
     def adapter_loader(self) -> AdapterLoader:
         """What brings adapters to this rank."""
-        return AdapterLoader(self.stage.adapted, self._deployment.spec, self._deployment.adapters)
+        return AdapterLoader(self._adapted, self._deployment.spec, self._deployment.adapters)
 
     @property
     def runner(self) -> Runner:
@@ -193,11 +198,12 @@ class Worker:
                 line.count(num_bytes * on_node / max(1, expected))
 
             loader = self._make_loader(deployment, count)
-            self._stage = stage = DecoderStage(loader, deployment.stages[place.pp_rank])
+            self._stage = stage = build_stage(loader, deployment.stages[place.pp_rank])
             stage.keep_memory(self._sizes.max_seqs)
+            self._adapted, self._special_slots = loader.adapted, (loader.scaling_slots, loader.expert_slots)
             if drafting is not None:
                 own_loader = self._make_loader(drafting, count, is_draft=True)
-                self._draft_stage = DecoderStage(own_loader, drafting.stages[place.pp_rank])
+                self._draft_stage = build_stage(own_loader, drafting.stages[place.pp_rank])
                 self._draft_stage.keep_memory(draft_sizes(deployment).max_seqs)
                 if drafting.spec.head_input is not None:
                     assert stage.lm_head is not None
@@ -271,16 +277,17 @@ class Worker:
         sampler: Sampler | None = None
         # The first ones read the results of rows, those after the drafts the results of sequences.
         features: list[Feature] = []
-        if stage.adapted:
-            features.append(RowAdapters(sizes.max_seqs, backend.device, stage))
+        if self._adapted:
+            features.append(RowAdapters(sizes.max_seqs, backend.device, stage.lm_head, *self._special_slots))
         if stage.is_first:
             features.append(PromptRows(sizes.hidden_size, sizes.dtype, backend.device))
         if stage.lm_head is not None:
             spans, logprobs_mode = stage.lm_head.spans, self._deployment.logprobs_mode
             sampler = Sampler(backend.kernels, spans, groups["tensor"], backend.device, logprobs_mode)
+            scorer = RowScorer(backend.kernels, spans, groups["tensor"], logprobs_mode)
             vocab_size, own_span = max(span.stop for span in spans), spans[groups["tensor"].rank]
             constraints = ConstraintRows(vocab_size, own_span, sizes.max_seqs)
-            features += [Digests(backend.kernels), Drafts(), Scores(stage, sampler), constraints]
+            features += [Digests(backend.kernels), Drafts(), Scores(stage, scorer), constraints]
             features += [Watermark(key, vocab_size) for key in self._deployment.watermark]
         if stage.embeds_prompts:
             features.append(Pooling())

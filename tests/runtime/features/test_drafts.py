@@ -14,10 +14,11 @@ from shardline.engine.engine import Engine
 from shardline.engine.speculative.ngram import PromptLookup
 from shardline.messages.request import Constraints, Request, SequenceOutput, TokenLogprobs
 from shardline.messages.stats import DraftStats
-from shardline.messages.step import SequenceResult, SequenceStep
+from shardline.messages.step import SequenceResult
 from shardline.runtime.features.drafts import join_rows
+from shardline.runtime.guesses import guessed_rows
 from shardline.runtime.machines.host.replay import DecodeReplay
-from shardline.runtime.sequences import WorkerSequence, sampled_rows
+from shardline.runtime.sequences import WorkerSequence
 from shardline.sampling_params import SamplingParams
 from tests.exactness.harness import Answer, Guesses, drafts_allowed, make_requests, start_engine
 from tests.models.checkpoints import make_checkpoint
@@ -111,9 +112,7 @@ def sequence_of(tokens: list[int], draft: list[int], **sampling: Any) -> WorkerS
 def test_rows_of_a_draft_know_the_guesses_before_them() -> None:
     sequence = sequence_of([1, 2, 3], [4, 3], frequency_penalty=0.5, min_tokens=2)
     plain = sequence_of([1, 2], [])
-    steps = [SequenceStep(1, 2, 3, [[]], 3, True, False, [4, 3]), SequenceStep(2, 1, 1, [[]], 2, True)]
-    steps.append(SequenceStep(3, 0, 2, [[]], -1, False))
-    *rows, last = sampled_rows(steps, [sequence, plain, sequence_of([1, 2, 3], [])])
+    *rows, last = guessed_rows([sequence, plain])
     assert last is plain
     assert [row.num_tokens for row in rows] == [3, 4, 5]
     assert [row.output_counts for row in rows] == [{3: 1}, {3: 1, 4: 1}, {3: 2, 4: 1}]

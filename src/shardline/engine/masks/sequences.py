@@ -91,7 +91,7 @@ class SequenceMasks:
             return
         if answer.error:
             scheduler.queues.leave(sequence, State.FINISHED)
-            scheduler.registry.refuse_sequence(sequence, answer.error)
+            scheduler.registry.finish_sequence(sequence, "error", answer.error)
         elif answer.finished or len(sequence.tokens) >= sequence.limit:
             scheduler.queues.leave(sequence, State.FINISHED)
             scheduler.registry.finish_sequence(sequence, "stop" if answer.finished else "length")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.engine.kv_cache import KVCache
-from shardline.engine.scheduling.preemption import PreemptionLog, cheapest_victim
+from shardline.engine.scheduling.preemption import PreemptionLog, make_room
 from shardline.engine.scheduling.queues import SequenceQueues
 from shardline.engine.scheduling.registry import RequestRegistry
 from shardline.engine.scheduling.sequence import LiveSequence, State
@@ -72,7 +72,10 @@ class PlanBuilder:
         start = sequence.num_scheduled
         reach = kv.reach(sequence)
         if reach <= start:
-            if not self._make_room(sequence):
+            count = self._preemptions.count
+            has_room = make_room(sequence, self._queues, kv, self._preemptions, self.now)
+            self.has_preempted |= self._preemptions.count > count
+            if not has_room:
                 return
             reach = kv.reach(sequence)
         end = min(start + num_tokens, reach)
@@ -84,7 +87,7 @@ class PlanBuilder:
         tokens = sequence.tokens
         token_id = tokens[start] if start < len(tokens) else -1
         sample = end == sequence.num_tokens
-        score = sequence.is_scored(start, end)
+        score = sequence.report is not None and sequence.report.asks(start, end)
         blocks = kv.grow_tables(sequence, end + len(draft))
         count = end - start + len(draft)
         allowed = b""
@@ -149,24 +152,6 @@ class PlanBuilder:
         self.starts.append(_start_message(sequence))
         self.place_prefill(sequence, self.budget)
         assert self.sequences[-1] is sequence, "a sequence was started without room for it"
-        return True
-
-    def _make_room(self, needy: LiveSequence) -> bool:
-        """Preempt until each group can get one more block; False: that is impossible before further results."""
-        queues, kv = self._queues, self._kv
-        while kv.reach(needy) <= needy.num_scheduled:
-            if queues.draining or kv.is_fetching:
-                return False
-            victim = cheapest_victim(queues.running, needy, kv.recompute_cost)
-            if victim is None:
-                return False
-            self.has_preempted = True
-            cost = kv.recompute_cost(victim)
-            self._preemptions.record(victim, cost)
-            victim.recorder.note_preemption(cost, self.now)
-            queues.leave(victim, State.PREEMPTED)
-            if victim is needy:
-                return False
         return True
 
 

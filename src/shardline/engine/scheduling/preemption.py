@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from shardline.engine.scheduling.sequence import LiveSequence
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.scheduling.queues import SequenceQueues
+from shardline.engine.scheduling.sequence import LiveSequence, State
 
 _log = logging.getLogger(__name__)
 
@@ -62,3 +66,31 @@ class PreemptionLog:
             self.count,
         )
         self._unsaid = self._unsaid_tokens = 0
+
+
+def make_room(needy: LiveSequence, queues: SequenceQueues, kv: KVCache, log: PreemptionLog, now: float) -> bool:
+    """Preempt until each KV group of `needy` can get one more block; False: that is impossible before further results.
+    `now`: see `TimelineRecorder`."""
+    while kv.reach(needy) <= needy.num_scheduled:
+        if queues.draining or kv.is_fetching:
+            return False
+        victim = cheapest_victim(queues.running, needy, partial(_recompute_cost, kv))
+        if victim is None:
+            return False
+        cost = _recompute_cost(kv, victim)
+        log.record(victim, cost)
+        victim.recorder.note_preemption(cost, now)
+        queues.leave(victim, State.PREEMPTED)
+        if victim is needy:
+            return False
+    return True
+
+
+def _recompute_cost(kv: KVCache, sequence: LiveSequence) -> int:
+    """Tokens to compute again if the sequence loses its blocks: all but those in blocks that others hold too.
+
+    This takes O(log(number of blocks)), since shared blocks always form a prefix.
+    """
+    table, first = sequence.kv.tables[0], sequence.kv.num_slid[0]
+    shared = bisect_left(table, True, lo=first, key=lambda block: kv.pool.num_references(block) == 1)
+    return sequence.num_scheduled - (shared * kv.block_size if shared > first else 0)

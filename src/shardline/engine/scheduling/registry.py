@@ -35,14 +35,10 @@ class RequestRegistry:
         self._kv = kv
         self._max_model_len = max_model_len
         self._by_id: dict[str, list[LiveSequence]] = {}
-        self._num_live = 0
+        self.num_live = 0
+        """Sequences that have not had their last output."""
         self._num_added = 0
         self._outputs: list[SequenceOutput] = []
-
-    @property
-    def num_live(self) -> int:
-        """Sequences that have not had their last output."""
-        return self._num_live
 
     @property
     def has_outputs(self) -> bool:
@@ -66,7 +62,7 @@ class RequestRegistry:
         self._num_added += 1
         sequence = LiveSequence(request, limit, order, prompt + request.output_token_ids, self._kv.new_state())
         siblings.append(sequence)
-        self._num_live += 1
+        self.num_live += 1
         return sequence
 
     def _refusal(self, num_prompt_tokens: int, limit: int) -> str:
@@ -121,40 +117,34 @@ class RequestRegistry:
             reason,
             stop_token_id,
             sequence.num_cached_tokens or 0,
-            prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+            prompt_logprobs=sequence.report.logprobs if is_first and sequence.report is not None else None,
         )
 
-    def finish_embedding(self, sequence: LiveSequence) -> SequenceOutput:
-        """End a live sequence whose prompt was embedded; returns its only output."""
+    def finish_embedding(self, sequence: LiveSequence, embedding: bytes) -> SequenceOutput:
+        """End a live sequence whose prompt was embedded, at its last position or at all; returns its only output."""
         self.totals.prompt_tokens += len(sequence.tokens)
-        return self._end(sequence, "stop", embedding=sequence.embedding)
+        embedding = sequence.report.embedding if sequence.report else embedding
+        return self.end_sequence(sequence, "stop", embedding=embedding)
 
-    def fail_sequence(self, sequence: LiveSequence, error: str, *, refused: bool) -> SequenceOutput:
-        """End a live sequence whose computation failed; returns its last output. See `SequenceOutput.refused`."""
-        return self._end(sequence, "error", error=error, refused=refused)
-
-    def refuse_sequence(self, sequence: LiveSequence, error: str) -> None:
-        """End a live sequence whose grammar cannot be followed; `take_outputs` has its last output."""
-        self._outputs.append(self.fail_sequence(sequence, error, refused=True))
-
-    def finish_sequence(self, sequence: LiveSequence, reason: FinishReason) -> None:
-        """End a live sequence without a result; `take_outputs` has its last output."""
-        self._outputs.append(self._end(sequence, reason))
+    def finish_sequence(self, sequence: LiveSequence, reason: FinishReason, error: str = "") -> None:
+        """End a live sequence without a result; `take_outputs` has its last output. `error`: why it is refused."""
+        self._outputs.append(self.end_sequence(sequence, reason, error, refused=bool(error)))
 
     def take_outputs(self) -> list[SequenceOutput]:
         """The outputs of requests that ended without a result since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _end(
+    def end_sequence(
         self,
         sequence: LiveSequence,
         reason: FinishReason,
         error: str = "",
+        *,
         refused: bool = False,
         embedding: bytes = b"",
     ) -> SequenceOutput:
-        """End a live sequence; returns its last output, which has no token."""
+        """End a live sequence; returns its last output, which has no token. See `SequenceOutput.refused`."""
         self._forget(sequence)
         return SequenceOutput(
             sequence.request.request_id,
@@ -172,4 +162,4 @@ class RequestRegistry:
         siblings.remove(sequence)
         if not siblings:
             del self._by_id[sequence.request.request_id]
-        self._num_live -= 1
+        self.num_live -= 1

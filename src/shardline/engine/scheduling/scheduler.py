@@ -157,11 +157,6 @@ class Scheduler:
         return self.registry.take_outputs()
 
     @property
-    def num_unfinished(self) -> int:
-        """Sequences that have not had their last output."""
-        return self.registry.num_live
-
-    @property
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished, a plan in flight, a block to be fetched or an output not taken."""
         registry = self.registry
@@ -331,10 +326,8 @@ class Scheduler:
             sequence.num_pending -= 1
         if sequence.state is not State.FINISHED:
             self.kv.slide_windows(sequence)
-            if result is not None and result.embedding:
-                sequence.append_embeddings(step.start + step.num_tokens, step.num_samples, result.embedding)
-            elif step.score and result is not None:
-                sequence.append_scores(step.start, result.prompt_logprobs or [])
+            if result is not None and sequence.report is not None:
+                sequence.report.note_result(step, result)
             if step.sample or (result is not None and result.error):
                 assert result is not None
                 output = self._take_result(sequence, result, now)
@@ -344,10 +337,10 @@ class Scheduler:
     def _take_result(self, sequence: LiveSequence, result: SequenceResult, now: float) -> SequenceOutput:
         if result.error:
             self.queues.leave(sequence, State.FINISHED)
-            return self.registry.fail_sequence(sequence, result.error, refused=result.refused)
+            return self.registry.end_sequence(sequence, "error", result.error, refused=result.refused)
         if result.embedding:
             self.queues.leave(sequence, State.FINISHED)
-            return self.registry.finish_embedding(sequence)
+            return self.registry.finish_embedding(sequence, result.embedding)
         assert result.token_ids, "a step that samples must have a token"
         several = len(result.token_ids) > 1
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"

@@ -6,7 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardline.messages.request import FinishReason, Request, TokenLogprobs
+from shardline.engine.scheduling.prompt_report import PromptReport
+from shardline.messages.request import FinishReason, Request
 from shardline.messages.timeline import EngineTimeline, Preemption, PrefillChunk
 
 MOST_CHUNKS = 128
@@ -144,12 +145,8 @@ class LiveSequence:
     """From where to where it has had tokens of its prefix fetched since it last had none; None: it has not waited. See
     `KVCache.lookup_prefix`."""
     stop_token_ids: frozenset[int] = frozenset()
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """Those of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
-    embedding: bytes = b""
-    """See `SequenceOutput.embedding`, as far as it is known."""
-    num_reported: int | None = None
-    """From how many of its first positions log probabilities or embeddings are known; None: nobody asked for all."""
+    report: PromptReport | None = None
+    """What its request wants to know of all positions of the prompt; None: nothing."""
     mask_key: int = -1
     """What its masks are asked for by, if it has a grammar."""
     allowed: bytes = b""
@@ -168,8 +165,7 @@ class LiveSequence:
         sampling = self.request.sampling
         # With the first output the user has had them.
         if sampling.prompt_logprobs is not None and not self.request.output_token_ids:
-            self.prompt_logprobs = []
-            self.num_reported = 0
+            self.report = PromptReport(len(self.request.prompt_token_ids))
         eos = () if sampling.ignore_eos else self.request.eos_token_ids
         self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
         self.awaits_mask = self.has_grammar
@@ -198,36 +194,6 @@ class LiveSequence:
     def num_output_tokens(self) -> int:
         """Generated tokens that are known."""
         return len(self.tokens) - len(self.request.prompt_token_ids)
-
-    @property
-    def first_unscored(self) -> int | None:
-        """The first position whose logits tell the log probability of the prompt's next token, which is not known yet.
-
-        None: all that were asked for are known. If prompts are embedded, it is the first position without a vector;
-        that of the last one comes from the step that samples.
-        """
-        known = self.num_reported
-        return None if known is None or known + 1 >= len(self.request.prompt_token_ids) else known
-
-    def is_scored(self, start: int, end: int) -> bool:
-        """Whether a step that computes these positions reports log probabilities of the prompt."""
-        first = self.first_unscored
-        return first is not None and end > first and start + 1 < len(self.request.prompt_token_ids)
-
-    def append_scores(self, start: int, scores: Sequence[TokenLogprobs]) -> None:
-        """Append the scores of a step that began at `start`; a preempted sequence may have had some of them before."""
-        if self.prompt_logprobs is not None:
-            self.prompt_logprobs += scores[len(self.prompt_logprobs) - start :]
-            self.num_reported = len(self.prompt_logprobs)
-
-    def append_embeddings(self, end: int, count: int, values: bytes) -> None:
-        """Append what a step made of the `count` positions before `end`, [count, size]; a preempted sequence may have
-        had some of them before. Only the last position counts unless all were asked for."""
-        known = end - 1 if self.num_reported is None else self.num_reported
-        new = end - known
-        self.embedding += values[len(values) // count * (count - new) :]
-        if self.num_reported is not None:
-            self.num_reported = end
 
     @property
     def expects(self) -> bool:

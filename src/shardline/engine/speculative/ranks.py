@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 from shardline.config.speculation import Speculation
 from shardline.deployment.deployment import Deployment
-from shardline.engine.children import StartedEngine, start_engine
 from shardline.engine.client import EngineClient
 from shardline.engine.scheduling.sequence import LiveSequence
 from shardline.engine.speculative.text_proposer import TextProposer
+from shardline.engine.start import StartedEngine, start_engine
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.request import Request
 from shardline.sampling_params import SamplingParams

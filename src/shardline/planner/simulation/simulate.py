@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from shardline.deployment.deployment import CachePlan, Deployment, FixedPool, StepLimits
 from shardline.deployment.probe import allowed_cpus
-from shardline.models.kv_groups import blocks_per_request, kv_groups
+from shardline.models.kv_blocks import blocks_per_request
+from shardline.models.kv_groups import kv_groups
 from shardline.planner.cluster import Cluster
 from shardline.planner.layout import Demand
 from shardline.planner.memory import Fit, kv_dtype

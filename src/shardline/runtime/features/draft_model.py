@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardline.deployment.deployment import Deployment
 from shardline.messages.step import RankStep, SequenceResult, SequenceStart, SequenceStep, StepPlan
-from shardline.models.kv_groups import SPLIT_TOKENS
+from shardline.models.kv_blocks import SPLIT_TOKENS
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
 from shardline.runtime.layers.vocabulary import LMHead

@@ -14,14 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardline.config.engine import LogprobsMode
+from shardline.kernels.contract import Kernels
 from shardline.messages.request import TokenLogprobs
 from shardline.messages.step import SequenceResult, SequenceStep
+from shardline.models.partition import Span
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.features.base import Feature, RunningStep
-from shardline.runtime.sampling.reports import Reports, Wanted, read_reports
-from shardline.runtime.sampling.sampler import Sampler
+from shardline.runtime.parallel.collectives import Collectives
+from shardline.runtime.sampling.reports import Reports, Wanted, read_reports, report
 from shardline.runtime.sequences import WorkerSequence
 from shardline.runtime.step import Rows, ScoredRows, StepInput
+
+_SCORED_LOGIT_BYTES = 64 << 20
+"""Most memory for logits that are only scored."""
 
 
 class ScoringPlan(NamedTuple):
@@ -70,18 +76,41 @@ def _num_scored(step: SequenceStep, sequence: WorkerSequence) -> int:
     return min(step.start + step.num_tokens, sequence.num_prompt_tokens - 1) - step.start
 
 
+class RowScorer:
+    """Reads from vocab-parallel logits how likely tokens are. There is nothing to process, as before sampling."""
+
+    def __init__(
+        self, kernels: Kernels, spans: Sequence[Span], group: Collectives, logprobs_mode: LogprobsMode
+    ) -> None:
+        """`spans`: the vocabulary range of each rank of `group`."""
+        self._kernels = kernels
+        self._widths = [span.size for span in spans]
+        self._group = group
+        self._as_logits = logprobs_mode.endswith("logits")
+
+    @property
+    def rows_each(self) -> int:
+        """How many rows may be scored at a time: this rank's logits and the gathered ones are alive together."""
+        return max(1, _SCORED_LOGIT_BYTES // (4 * sum(self._widths) * min(self._group.size, 2)))
+
+    def score_rows(self, local_logits: Tensor, targets: Tensor, wanted: Sequence[Wanted]) -> Reports:
+        """What rows [R, local vocab] report of the tokens `targets` [R] and of others."""
+        logits = self._group.all_gather_columns(local_logits, self._widths)
+        return report(self._kernels, logits, targets, wanted, as_logits=self._as_logits)
+
+
 class Scores(Feature):
     """Scores the tokens of prompts that ask for it."""
 
     step_fields = ("score",)
 
-    def __init__(self, stage: DecoderStage, sampler: Sampler) -> None:
+    def __init__(self, stage: DecoderStage, scorer: RowScorer) -> None:
         self._stage = stage
-        self._sampler = sampler
+        self._scorer = scorer
 
     def begin(self, running: RunningStep) -> StepScores:
         running.greedy = False
-        scores = StepScores(self._stage, self._sampler, plan_scoring(running.plan.steps, running.stepped))
+        scores = StepScores(self._stage, self._scorer, plan_scoring(running.plan.steps, running.stepped))
         running.forward = scores.forward
         return scores
 
@@ -89,9 +118,9 @@ class Scores(Feature):
 class StepScores(Feature):
     """The scores of one step."""
 
-    def __init__(self, stage: DecoderStage, sampler: Sampler, plan: ScoringPlan) -> None:
+    def __init__(self, stage: DecoderStage, scorer: RowScorer, plan: ScoringPlan) -> None:
         self._stage = stage
-        self._sampler = sampler
+        self._scorer = scorer
         self._plan = plan
         self._parts: list[tuple[slice, Reports]] = []
         """Those of some scored rows, and which rows these are."""
@@ -105,10 +134,10 @@ class StepScores(Feature):
         targets = scored.targets
 
         def read_logits(rows: slice, logits: Tensor) -> None:
-            reports = self._sampler.score_rows(logits, targets[rows], self._wanted[rows])
+            reports = self._scorer.score_rows(logits, targets[rows], self._wanted[rows])
             self._parts.append((rows, reports))
 
-        return forward_scored(self._stage, step, hidden, self._sampler.scored_rows_each, read_logits)
+        return forward_scored(self._stage, step, hidden, self._scorer.rows_each, read_logits)
 
     def after_forward(self, running: RunningStep, step: StepInput, output: Tensor) -> None:
         self._places = [running.download(*reports.list_tensors()) for _, reports in self._parts]

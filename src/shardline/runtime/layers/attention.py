@@ -12,8 +12,9 @@ from shardline.kernels.tensors import InputForm, LinearInput
 from shardline.models.attention import GQA
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.layers.heads_norm import AllHeadsNorm
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
-from shardline.runtime.layers.norm import AllHeadsNorm, NormLayer
+from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.attention.paged import paged_attention
 from shardline.runtime.ops.attention.rope import RotaryTables, apply_rope, query_factors
 from shardline.runtime.ops.norm import rms_norm
@@ -91,19 +92,15 @@ class AttentionLayer:
         if self._reads_token:
             assert rows.token_inputs is not None
             x = rows.token_inputs
-        query = self.store(self.qkv(x, rows), rows)
+        assert self.pages is not None
+        query = self.store_in(self.qkv(x, rows), self.num_heads, self.pages, rows)
         if left is not rows:
             query = left.take(query)
         return self.output(self.attend(query, left), left)
 
-    def store(self, qkv: Tensor, rows: Rows) -> Tensor:
-        """Normalise and rotate qkv [T, local columns], and store keys and values. Returns the queries [T, local heads,
-        head_dim]."""
-        assert self.pages is not None
-        return self.store_in(qkv, self.num_heads, self.pages, rows)
-
     def store_in(self, qkv: Tensor, num_heads: Sequence[int], pages: KVPages, rows: Rows) -> Tensor:
-        """The same for the heads of any rank, `num_heads` of queries, keys and values, and their pages."""
+        """Normalise and rotate qkv [T, columns], and store keys and values, for the heads of any rank: `num_heads` of
+        queries, keys and values, and their pages. Returns the queries [T, heads, head_dim]."""
         if self._reads_only:
             return self._rotated_queries(qkv, num_heads[0], rows.positions)
         q, k, v = self.normed_heads(qkv, num_heads)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardline.kernels.tensors import LinearInput, QuantizedLatents
 from shardline.models.attention import GQA
-from shardline.models.kv_groups import SPLIT_TOKENS
+from shardline.models.kv_blocks import SPLIT_TOKENS
 from shardline.models.mla import MLA
 from shardline.models.parts import KVDType, KVPart
 from shardline.runtime.key_share import SharedRun, Tables

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardline.kernels.tensors import as_tensor
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.norm import InputNorm, NormLayer
+from shardline.runtime.layers.token_input import with_inputs
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.scale import join_columns
 from shardline.runtime.step import Rows, StepInput
@@ -87,7 +88,7 @@ class Head:
             token, normed = self._token_norm(token), self._hidden_norm(hidden)
         both = join_columns(self._kernels, (normed, token) if self._hidden_first else (token, normed), self._one)
         if self._model_norm is None:
-            step = dataclasses.replace(step, rows=step.rows.with_inputs(both))
+            step = dataclasses.replace(step, rows=with_inputs(step.rows, both))
             return step, normed if self._residual_normed else hidden
         joined = self._projection(both, self._bias)
         return step, joined if self._group.size == 1 else self._group.all_gather_columns(joined, self._widths)

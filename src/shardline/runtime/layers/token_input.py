@@ -56,7 +56,7 @@ class TokenInputs:
         rows = torch.stack([torch.index_select(table, 0, step.token_ids) for table in self._tables], 1)
         memory = self._memory_for(step, rows)
         torch.mul(projected + rows * self._row_factor, 2.0**-0.5, out=memory[:, :, 1])
-        return dataclasses.replace(step, rows=step.rows.with_inputs(memory))
+        return dataclasses.replace(step, rows=with_inputs(step.rows, memory))
 
     def _memory_for(self, step: StepInput, rows: Tensor) -> Tensor:
         count, layers, size = rows.shape
@@ -85,3 +85,11 @@ class TokenInputBlock:
         """`gated` [T, 2, local size]: memory for the gate, then the layer's inputs."""
         self._kernels.linear(hidden, self._gate.panels, None, gated[:, 0])
         return self._norm(self._down(gated_activation(self._kernels, gated.flatten(1), self._activation), rows))
+
+
+def with_inputs(rows: Rows, token_inputs: Tensor) -> Rows:
+    """The same table with `Rows.token_inputs` of all rows."""
+    narrowed = rows.narrowed
+    if narrowed is not None:
+        narrowed = dataclasses.replace(narrowed, token_inputs=narrowed.take(token_inputs))
+    return dataclasses.replace(rows, token_inputs=token_inputs, narrowed=narrowed)

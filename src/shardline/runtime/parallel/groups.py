@@ -14,7 +14,8 @@ from shardline.config.topology import Axis, RankGrid, RankPlace
 from shardline.kernels.contract import ComputeDevice, Kernels
 from shardline.runtime.parallel.collectives import Collectives, SingleRank, SmallGather, StageLink
 from shardline.runtime.parallel.exchange import Mailbox, SharedGroup, SocketGroup, SocketLink
-from shardline.runtime.parallel.host_memory import HostCollectives, HostLink
+from shardline.runtime.parallel.host_link import HostLink
+from shardline.runtime.parallel.host_memory import HostCollectives
 from shardline.runtime.parallel.rendezvous import Meeting, connect_ranks
 from shardline.segment.expert_load import Counts
 from shardline.segment.layout import SegmentLayout

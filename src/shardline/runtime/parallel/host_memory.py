@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from shardline.kernels.contract import Kernels
 from shardline.kernels.tensors import QuantizedRows
-from shardline.runtime.parallel.collectives import Collectives, StageLink
-from shardline.runtime.parallel.exchange import Group, Mailbox, SocketLink
-from shardline.segment.progress import ProgressLine
+from shardline.runtime.parallel.collectives import Collectives
+from shardline.runtime.parallel.exchange import Group
 
 
 class HostCollectives(Collectives):
@@ -52,27 +50,3 @@ class HostCollectives(Collectives):
     def abort(self) -> None:
         """See `RankGroups.abort`."""
         self._group.abort()
-
-
-class HostLink(StageLink):
-    """A mailbox in a shared segment, or a connection, with one writer and one reader."""
-
-    def __init__(self, link: Mailbox | SocketLink, timeout: float, progress: ProgressLine) -> None:
-        """`timeout`: seconds that a message may take."""
-        self._link = link
-        self._timeout = timeout
-        self._progress = progress
-
-    def send(self, tensor: Tensor) -> None:
-        with self._progress.waiting():
-            self._link.send(tensor, self._timeout)
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype)
-        with self._progress.waiting():
-            self._link.recv_into(tensor, self._timeout)
-        return tensor
-
-    def abort(self) -> None:
-        """See `RankGroups.abort`."""
-        self._link.abort()

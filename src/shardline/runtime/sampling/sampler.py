@@ -28,9 +28,6 @@ from shardline.runtime.sampling.inputs import Draws, SamplingInput
 from shardline.runtime.sampling.reports import Reports, Wanted, processed_logits, read_reports, report
 from shardline.runtime.sequences import WorkerSequence
 
-_SCORED_LOGIT_BYTES = 64 << 20
-"""Most memory for logits that are only scored."""
-
 
 @dataclass(frozen=True)
 class SamplingPlan:
@@ -156,16 +153,6 @@ class Sampler:
             assert plan.inputs.draws is not None
             reported = processed_logits(logits, plan.inputs.draws)
         return Sampled(tokens, report(self._kernels, reported, tokens, plan.wanted, as_logits=self._as_logits))
-
-    def score_rows(self, local_logits: Tensor, targets: Tensor, wanted: Sequence[Wanted]) -> Reports:
-        """What rows [R, local vocab] report of the tokens `targets` [R] and of others. There is nothing to process."""
-        logits = self._group.all_gather_columns(local_logits, self._widths)
-        return report(self._kernels, logits, targets, wanted, as_logits=self._as_logits)
-
-    @property
-    def scored_rows_each(self) -> int:
-        """How many rows may be scored at a time: this rank's logits and the gathered ones are alive together."""
-        return max(1, _SCORED_LOGIT_BYTES // (4 * sum(self._widths) * min(self._group.size, 2)))
 
     @staticmethod
     def make_results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardline.messages.step import RankStep
 from shardline.runtime.machines.base import BlockTables, StepSizes
-from shardline.runtime.machines.host.step_inputs import StepLayout
+from shardline.runtime.machines.host.step_layout import StepLayout
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence

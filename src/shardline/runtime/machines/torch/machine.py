@@ -23,7 +23,8 @@ from shardline.runtime.machines.base import Backend, BlockTables, Counters, Forw
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
 from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
 from shardline.runtime.machines.host.machine import HostCounters
-from shardline.runtime.machines.host.step_inputs import InHostMemory, StepLayout
+from shardline.runtime.machines.host.step_inputs import InHostMemory
+from shardline.runtime.machines.host.step_layout import StepLayout
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.engine.kv_cache import BlockHasher, cache_namespace, longest_hit, num_window_blocks
+from shardline.engine.prefixes import BlockHasher, cache_namespace, longest_hit, num_window_blocks
 from shardline.models.kv_groups import KVGroup
 
 NAMESPACE = cache_namespace("weights", b"secret")

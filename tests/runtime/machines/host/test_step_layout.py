@@ -11,7 +11,7 @@ from shardline import _cpu
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
 from shardline.runtime.key_share import KeyShare, SharedGroup
 from shardline.runtime.machines.base import StepSizes
-from shardline.runtime.machines.host.step_inputs import StepLayout
+from shardline.runtime.machines.host.step_layout import StepLayout
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
 from shardline.sampling_params import SamplingParams
