@@ -14,7 +14,7 @@ from shardline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from shardline.checkpoints.lookup import module_names
 from shardline.config.engine import EngineConfig, LogprobsMode
 from shardline.config.parallel import ParallelConfig
-from shardline.config.topology import RankPlace
+from shardline.config.topology import RankGrid, RankPlace
 from shardline.deployment.adapters import plan_adapters
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.context_parallel import check_context_parallel, check_splits
@@ -332,6 +332,11 @@ def _check_alike(devices: tuple[Device, ...], layout: Layout, parallel: Parallel
     return replace(layout, warnings=(*layout.warnings, slow))
 
 
+def _head_copy_bytes(spec: DecoderSpec, grid: RankGrid, dtype: DType) -> int:
+    """torch on a CPU keeps a rank's part of the lm_head in float32 too, as logits are; see `kernels.torch.packed`."""
+    return 0 if dtype == "float32" else -(-spec.vocab_size // grid.sharing) * spec.hidden_size * 4
+
+
 def _rank_weights(
     config: EngineConfig,
     layout: Layout,
@@ -357,7 +362,10 @@ def _rank_weights(
                 continue
             total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own, redundant)
             touched = 0
-            if layout.device == "cpu" and layout.kernels != "torch":
+            if layout.device == "cpu" and layout.kernels == "torch":
+                is_last = place.pp_rank == len(stages) - 1
+                total += _head_copy_bytes(spec, layout.grid, dtype) if is_last else 0
+            elif layout.device == "cpu":
                 largest = largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts)
                 touched = max(0, total - min(largest, _MAPPED_BYTES))
             found[key] = RankWeights(total, touched)
