@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.kernels.torch import exactness
+from shardline.kernels.torch import exactness, linear, packed
 from shardline.kernels.torch.exactness import check_exactness
-from shardline.kernels.torch.linear import COLUMNS
+from shardline.kernels.torch.linear import COLUMNS, DenseKernels
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.runtime.machines import open_backend
 from shardline.runtime.parallel.groups import make_single_rank_groups
@@ -35,8 +36,12 @@ def nudged(x: Tensor) -> Tensor:
 
 def test_exact_numerics_hold_here(dtype: torch.dtype) -> None:
     own = kernels(dtype)
+    own.weight_empty(dtype, 300, 91, num_matrices=2)  # those of experts stay plain
     check_exactness(own, dtype)
-    assert own.whole == {(dtype, 1, 77), (torch.float32, 1, 77)}, "on x86, tiles have the bits of the whole"
+    assert own.packed is not None
+    both = {dtype, torch.float32}
+    assert own.packed.whole == {(own_dtype, 1, 77) for own_dtype in both}, "on x86, tiles have the bits of the whole"
+    assert own.whole == {(own_dtype, 3, 91) for own_dtype in both}
 
 
 def _few_rows(product: Callable[..., Tensor], x: Tensor, *rest: Any, **more: Any) -> Tensor:
@@ -132,26 +137,46 @@ def test_so_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         check_exactness(own, torch.float32)
 
 
-def test_whole_products_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: nudged(linear(x, *rest)))
-    own = kernels()
+@pytest.mark.parametrize(("module", "name"), [(torch.nn.functional, "linear"), (exactness, "multiply_packed")])
+def test_whole_products_with_other_bits_are_not_used(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = getattr(module, name)
+    is_packed = name == "multiply_packed"
+
+    def fault(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found = product(x, weight, bias)
+        return nudged(found) if len(weight) > COLUMNS else found
+
+    monkeypatch.setattr(module, name, fault)
+    own = TorchKernels(torch.device("cpu"))
+    weight = own.weight_empty(torch.float32, 300, 77, num_matrices=None if is_packed else 1)
     check_exactness(own, torch.float32)
-    assert not own.whole
-    x, tiles = torch.ones(100, 77), torch.ones(1, COLUMNS, 77)
-    assert torch.equal(own.multiply(x, tiles, None, torch.float32), torch.full((100, COLUMNS), 77.0))
+    assert own.packed is not None
+    assert (own.whole, own.packed.whole) == (set(), set())
+    tiles = weight.fill_(1.0) if is_packed else weight[0].fill_(1.0)
+    assert torch.equal(own.multiply(torch.ones(100, 77), tiles, None, torch.float32), torch.full((100, 384), 77.0))
+    if is_packed:
+        parts = own.packed.parts(tiles, torch.float32, exact=True)
+        assert parts is not None
+        assert [len(part) for part in parts] == [COLUMNS] * 3
+
+
+def test_weights_stay_plain_where_packed_products_depend_on_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "multiply_packed", partial(_many_rows_nudged, packed.multiply_packed))
+    own = TorchKernels(torch.device("cpu"))
+    tiles = own.weight_empty(torch.float32, 100, 77).fill_(1.0)
+    check_exactness(own, torch.float32)
+    assert own.packed is None
+    assert own.whole == {(torch.float32, 1, 77)}
+    assert torch.equal(own.multiply(torch.ones(3, 77), tiles, None, torch.float32)[:, :100], torch.full((3, 100), 77.0))
+
+
+def _many_rows_nudged(product: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+    return nudged(product(x, *rest)) if len(x) > 16 else product(x, *rest)
 
 
 def test_fast_numerics_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal is one of the load, so that `serve` ends with 2."""
-    bmm = torch.bmm
-
-    def fault(x: Tensor, y: Tensor, **more: Any) -> Tensor:
-        product = bmm(x, y, **more)
-        product[:, 0] = nudged(product[:, 0])
-        return product
-
-    monkeypatch.setattr(torch, "bmm", fault)
+    monkeypatch.setattr(DenseKernels, "multiply", partialmethod(_few_rows_of, DenseKernels.multiply))
     for numerics in ("exact", "fast"):
         setup = resolve_here(EngineConfig.from_options(kernels="torch", numerics=numerics, kv_cache_memory="64MiB"))
         worker = Worker(setup, open_backend("cpu", 0, 1, setup.kernels), make_single_rank_groups())
@@ -160,3 +185,7 @@ def test_fast_numerics_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             with pytest.raises(ValueError, match="use --numerics fast"):
                 worker.load()
+
+
+def _few_rows_of(own: DenseKernels, product: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+    return nudged(product(own, x, *rest)) if len(x) == 1 else product(own, x, *rest)

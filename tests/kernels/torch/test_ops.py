@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shardline.kernels.host.kernels import HostKernels
 from shardline.kernels.torch import attention
+from shardline.kernels.torch.kv_cache import Kept
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.runtime.ops.adapters.low_rank import expert_low_rank, low_rank
 from shardline.weights.base import weight_format
@@ -124,6 +126,60 @@ def test_long_prompts_are_computed_in_parts(rng, monkeypatch):
     test_paged.test_matches_reference("torch", None, torch.float32, rng, 4, 2, 64, 20, None)
     test_paged.test_chunks_and_decode_have_the_bits_of_the_whole(None, torch.float32, rng, None)
     test_latent.test_chunks_and_decode_have_the_bits_of_the_whole(torch.float32, rng, 5, None)
+
+
+def test_partials_of_a_long_prompt_are_merged_a_part_at_a_time(rng, monkeypatch):
+    """They are as large as the outputs, for each split of the keys. Sinks are those of the part's rows."""
+    monkeypatch.setattr(attention, "_MOST_ELEMENTS", 1 << 14)
+    order: list[str] = []
+
+    def note(name: str, function: Callable[..., Any]) -> None:
+        def noted(*rest: Any) -> Any:
+            order.append(name)
+            return function(*rest)
+
+        monkeypatch.setattr(attention, name, noted)
+
+    note("_attend_part", attention._attend_part)
+    note("_merged", attention._merged)
+    test_paged.test_sinks_and_chunks(None, rng, None, False)
+    order.clear()
+    test_paged.attend([(test_paged.random_sequence(rng, 1100, torch.float32, dim=32), 0, 1100)])
+    assert len(order) > 2
+    assert order == ["_attend_part", "_merged"] * (len(order) // 2)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("num_elements", [1 << 14, 8 << 20])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.float32, None), (torch.float32, torch.int8), (torch.bfloat16, None)]
+)
+def test_fast_numerics_attend_with_the_librarys_attention(rng, dtype, stored, window, num_elements, monkeypatch):
+    monkeypatch.setattr(KERNELS, "is_exact", False)
+    monkeypatch.setattr(attention, "_MOST_ELEMENTS", num_elements)
+    monkeypatch.setattr(attention, "_attend", None)  # tiles
+    # The library rounds weights to bf16, as processors with bf16 products do here.
+    test_paged.test_matches_reference("avx512_bf16", stored, dtype, rng, 4, 2, 64, window, None)
+
+
+def test_fast_numerics_activate_as_exact_ones_do(rng, dtype, monkeypatch):
+    x, outs = 5 * torch.randn(3, 200, generator=rng).to(dtype), []
+    for exact in (True, False):
+        monkeypatch.setattr(KERNELS, "is_exact", exact)
+        outs.append(torch.empty(3, 100, dtype=dtype))
+        KERNELS.activation(x, outs[-1], "silu", True)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
+
+
+def test_what_a_step_computed_is_held_as_long_as_its_tables():
+    kept, slots = Kept(), torch.arange(3)
+    calls = [kept.value_of((slots,), None, lambda: torch.ones(2)) for _ in range(2)]
+    assert calls[0] is calls[1]
+    value = weakref.ref(calls.pop())
+    calls.clear()
+    assert value() is not None
+    del slots
+    assert value() is None
 
 
 def _replaced(value: object) -> object:

@@ -31,6 +31,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-tp3-pp2": ("deepseek_v3", {"tensor_parallel_size": 3, "pipeline_parallel_size": 2}),
     "mla-tp3-gloo": ("deepseek_v2", {"tensor_parallel_size": 3, "collectives": "gloo"}),
     "ep3-gloo": ("mixtral", {"tensor_parallel_size": 3, "enable_expert_parallel": True, "collectives": "gloo"}),
+    "torch-tp2-pp2-gloo": (
+        "qwen3",
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "collectives": "gloo", "kernels": "torch"},
+    ),
+    "torch-dp2-ep-gloo": (
+        "mixtral",
+        {"data_parallel_size": 2, "enable_expert_parallel": True, "collectives": "gloo", "kernels": "torch"},
+    ),
 }
 
 
@@ -41,7 +49,7 @@ def test_one_answer(layout: str, tmp_path: Path) -> None:
     model = make_checkpoint(family, tmp_path / family)
     # The offline API numbers the choices of a request itself: each of these has one, number 0.
     requests = [msgspec.structs.replace(request, choice=0, eos_token_ids=()) for request in make_requests(256)]
-    expected = golden(model, "bfloat16", "none", "auto", requests)
+    expected = golden(model, "bfloat16", "none", "auto", requests, kernels=parallel.get("kernels", "auto"))
     options = {"max_num_batched_tokens": 32, "dtype": "bfloat16", **parallel}
     with LLM(str(model), **options) as llm:
         outputs = llm.generate(

@@ -3,11 +3,13 @@
 A row of a tile is a query of one head, or zero. Keys come in tiles of 128 from position 0 on, and in splits of 512.
 A split's weights are relative to its maximum; its tiles, and then the splits, are added in order. So a query's bits
 depend only on itself and on the keys that it sees: others have the weight zero, if their values are finite. All of it
-is float32.
+is float32. Fast numerics call `scaled_dot_product_attention` in the activations' dtype in place of tiles.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -34,6 +36,11 @@ class _Part(NamedTuple):
     hidden: Tensor
     """[B, 1, tiles of keys, tiles of rows, ROWS, KEYS] bool"""
 
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """[B, 1, rows, num_keys]: what is added to scores."""
+        hidden = self.hidden.permute(0, 1, 3, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
 
 @dataclass(frozen=True)
 class _Batch:
@@ -43,9 +50,12 @@ class _Batch:
     """[B, n] int64: the rows of the query; the last one is repeated if a sequence has fewer."""
     is_all: bool
     """Whether these are all rows, in order."""
-    keys: Tensor
-    """[B, Hk, num_keys] int64: the row of each key in a cache [rows, D]; a key that no row sees stands for one that is
-    seen."""
+    units: Tensor
+    """[B * Hk * num_units] int64: where `unit` keys, one after another, lie in a cache [.., unit, D]; those that no
+    row sees stand for others."""
+    unit: int
+    unwritten: Tensor
+    """Rows of the keys [B * Hk * num_units * unit, D] that are behind a sequence's last one."""
     num_tiles: int
     splits: tuple[int, ...]
     """Those that the keys are of."""
@@ -75,6 +85,8 @@ class _Shape(NamedTuple):
 class AttentionKernels(CacheKernels):
     """See `contract.Kernels`."""
 
+    is_exact: bool
+
     def paged_attention(
         self,
         query: Tensor,
@@ -93,13 +105,16 @@ class AttentionKernels(CacheKernels):
         chunked: bool,
     ) -> None:
         shape = _shape_of(query, key_cache, window, chunked)
-        read_keys = partial(_read_rows, key_cache, key_scales)
-        read_values = partial(_read_rows, value_cache, value_scales)
         for batch in self._plan(block_tables, query_starts, context_lens, shape):
-            rows = _rows_of(query, batch, shape)
-            sums = _attend(rows, read_keys(batch.keys), read_values(batch.keys), batch, scale, softcap)
-            merged = _merge(sums, None if sinks is None else sinks.view(-1, shape.heads_each), batch, shape)
-            _put_rows(merged, out, batch)
+            if not self.is_exact and softcap is None and sinks is None:
+                keys = _read_written(key_cache, key_scales, batch, query.dtype)
+                values = _read_written(value_cache, value_scales, batch, query.dtype)
+                self._attend_fast(query, keys, values, out, batch, shape, scale)
+                continue
+            keys = _read_rows(key_cache, key_scales, batch)
+            values = _read_written(value_cache, value_scales, batch)
+            sums = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap)
+            _put_rows(_merge(sums, sinks, batch, shape), out, batch, shape)
 
     def mla_attention(
         self,
@@ -114,9 +129,9 @@ class AttentionKernels(CacheKernels):
     ) -> None:
         query, shape = _latent_query(query_latent, query_rope, cache)
         for batch in self._plan(block_tables, query_starts, context_lens, shape):
-            keys, values = _read_latents(cache, query_latent.shape[2], batch.keys)
+            keys, values = _read_latents(cache, query_latent.shape[2], batch)
             sums = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, None)
-            _put_rows(_merge(sums, None, batch, shape), out, batch)
+            _put_rows(_merge(sums, None, batch, shape), out, batch, shape)
 
     def mla_partials(
         self,
@@ -136,8 +151,8 @@ class AttentionKernels(CacheKernels):
         query, shape = _latent_query(query_latent, query_rope, cache)
         to = _clear(maxima, sums, outputs)
         for batch in self._plan(block_tables, query_starts, context_lens, shape, (first_split, split_step)):
-            keys, values = _read_latents(cache, query_latent.shape[2], batch.keys)
-            found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, None)
+            keys, values = _read_latents(cache, query_latent.shape[2], batch)
+            found = _all_rows(_attend(_rows_of(query, batch, shape), keys, values, batch, scale, None))
             _put_partials(found, to, batch, shape, first_split, split_step)
 
     def attention_partials(
@@ -163,10 +178,25 @@ class AttentionKernels(CacheKernels):
         shape = _shape_of(query, key_cache, window, chunked)
         to = _clear(maxima, sums, outputs)
         for batch in self._plan(block_tables, query_starts, context_lens, shape, (first_split, split_step)):
-            keys = _read_rows(key_cache, key_scales, batch.keys)
-            values = _read_rows(value_cache, value_scales, batch.keys)
-            found = _attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap)
+            keys = _read_rows(key_cache, key_scales, batch)
+            values = _read_written(value_cache, value_scales, batch)
+            found = _all_rows(_attend(_rows_of(query, batch, shape), keys, values, batch, scale, softcap))
             _put_partials(found, to, batch, shape, first_split, split_step)
+
+    def _attend_fast(
+        self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, batch: _Batch, shape: _Shape, scale: float
+    ) -> None:
+        rows = _heads_of(query, batch, shape).flatten(2, 3)
+        found = []
+        for part in batch.parts:
+            own = rows[:, :, part.rows.start * ROWS : part.rows.stop * ROWS]
+            mask = self._kept.value_of((part.hidden,), own.dtype, partial(part.mask, own.dtype))[:, :, : own.shape[2]]
+            some = slice(part.num_keys)
+            found.append(
+                F.scaled_dot_product_attention(own, keys[:, :, some], values[:, :, some], attn_mask=mask, scale=scale)
+            )
+        all_rows = found[0] if len(found) == 1 else torch.cat(found, 2)
+        _put_rows(all_rows.flatten(0, 1), out, batch, shape)
 
     @staticmethod
     def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -197,13 +227,13 @@ def _latent_query(query_latent: Tensor, query_rope: Tensor, cache: LatentCache) 
     return query, _shape_of(query, pages[:, None], None, False)
 
 
-def _read_latents(cache: LatentCache, latent_dim: int, places: Tensor) -> tuple[Tensor, Tensor]:
+def _read_latents(cache: LatentCache, latent_dim: int, batch: _Batch) -> tuple[Tensor, Tensor]:
     """Keys and values [B, 1, num_keys, ..] float32"""
     if isinstance(cache, Tensor):
-        keys = _read_rows(cache, None, places)
+        keys = _read_written(cache, None, batch)
     else:
-        latents = _read_rows(cache.values, cache.scales, places)
-        keys = torch.cat([latents, _read_rows(cache.rope_keys, None, places)], -1)
+        latents = _read_written(cache.values, cache.scales, batch)
+        keys = torch.cat([latents, _read_rows(cache.rope_keys, None, batch)], -1)
     return keys, keys[..., :latent_dim]
 
 
@@ -217,7 +247,7 @@ def _put_partials(found: _Sums, to: _Sums, batch: _Batch, shape: _Shape, first_s
         place = (split - first_split) // split_step
         if place < len(to.maxima):
             for part, out in zip(found, to, strict=True):
-                _put_rows(_of_tokens(part[own], batch, shape), out[place], batch)
+                _put_rows(part[own], out[place], batch, shape)
 
 
 class _Sequence(NamedTuple):
@@ -300,19 +330,26 @@ def _batch(
     key_tiles = sequences[0].key_tiles
     # Splits have four tiles, or all keys are in one split.
     keys = (torch.tensor(splits)[:, None] * SPLIT + torch.arange(min(key_tiles, _TILES) * KEYS)).flatten()
-    firsts = torch.tensor([one.first_key for one in sequences])[:, None]
-    seen = torch.minimum(torch.maximum(keys, firsts), lengths - 1)
+    unit = math.gcd(shape.block_size, KEYS)
+    firsts = torch.tensor([one.first_key // unit * unit for one in sequences])[:, None]
+    starts = torch.maximum(keys[::unit], firsts)
+    starts = torch.where(starts < lengths, starts, firsts)
     if not has_all:  # blocks of other ranks' splits are not read
-        seen = torch.where(seen // SPLIT == keys // SPLIT, seen, -1)
+        starts = torch.where(starts // SPLIT == keys[::unit] // SPLIT, starts, -1)
     rows = torch.tensor([one.place for one in sequences])[:, None]
-    blocks = block_tables[rows.to(device), (seen.clamp(min=0) // shape.block_size).to(device)].long()
-    blocks = torch.where(seen.to(device) < 0, 0, blocks)[:, None]
-    offsets = (seen.clamp(min=0) % shape.block_size).to(device)[:, None]
+    blocks = block_tables[rows.to(device), (starts.clamp(min=0) // shape.block_size).to(device)].long()
+    blocks = torch.where(starts.to(device) < 0, 0, blocks)[:, None]
+    offsets = (starts.clamp(min=0) % shape.block_size).to(device)[:, None]
     heads = torch.arange(shape.num_kv_heads, device=device)[:, None]
+    own_keys = starts[..., None] + torch.arange(unit)
+    is_unwritten = (own_keys >= lengths[..., None]) | (starts[..., None] < 0)
+    is_unwritten = is_unwritten.flatten(1)[:, None].expand(-1, shape.num_kv_heads, -1)
     return _Batch(
         tokens.to(device),
         torch.equal(tokens.flatten(), torch.arange(num_rows)),
-        (blocks * shape.num_kv_heads + heads) * shape.block_size + offsets,
+        (((blocks * shape.num_kv_heads + heads) * shape.block_size + offsets) // unit).flatten(),
+        unit,
+        is_unwritten.flatten().nonzero()[:, 0].to(device),
         sequences[0].num_tiles,
         splits,
         tuple(_parts(positions, keys, sequences[0].num_tiles, shape, device)),
@@ -340,41 +377,63 @@ def _parts(positions: Tensor, keys: Tensor, num_tiles: int, shape: _Shape, devic
     return parts
 
 
-def _read_rows(cache: Tensor, scales: Tensor | None, places: Tensor) -> Tensor:
-    """[B, Hk, num_keys, D] float32"""
-    flat, dim = places.flatten(), cache.shape[-1]
-    pages = cache.view(-1, dim)
+def _read_rows(cache: Tensor, scales: Tensor | None, batch: _Batch, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[B, Hk, num_keys, D]"""
+    dim, count = cache.shape[-1], len(batch.tokens)
+    pages = cache.view(-1, batch.unit * dim)
     if cache.itemsize == 1:
-        rows = pages.view(torch.uint8).index_select(0, flat).view(cache.dtype).float()
+        rows = pages.view(torch.uint8).index_select(0, batch.units).view(cache.dtype).to(dtype)
     else:
-        rows = pages.index_select(0, flat).float()
+        rows = pages.index_select(0, batch.units).to(dtype)
     if scales is not None:
-        rows *= scales.view(-1).index_select(0, flat)[:, None]
-    return rows.view(*places.shape, dim)
+        own = scales.view(-1, batch.unit).index_select(0, batch.units)
+        rows.view(-1, batch.unit, dim).mul_(own[..., None])
+    num_heads = 1 if cache.dim() == 3 else cache.shape[1]
+    return rows.view(count, num_heads, -1, dim)
+
+
+def _read_written(cache: Tensor, scales: Tensor | None, batch: _Batch, dtype: torch.dtype = torch.float32) -> Tensor:
+    """See `_read_rows`; what is not written is zero: it may be NaN, which a weight of zero does not hide."""
+    rows = _read_rows(cache, scales, batch, dtype)
+    if len(batch.unwritten):
+        rows.view(-1, rows.shape[-1]).index_fill_(0, batch.unwritten, 0.0)
+    return rows
+
+
+def _heads_of(query: Tensor, batch: _Batch, shape: _Shape) -> Tensor:
+    """The query [T, Hq, D] as [B, Hk, n, heads each, D]."""
+    own = query if batch.is_all else query.index_select(0, batch.tokens.flatten())
+    return own.view(*batch.tokens.shape, shape.num_kv_heads, shape.heads_each, -1).transpose(1, 2)
 
 
 def _rows_of(query: Tensor, batch: _Batch, shape: _Shape) -> Tensor:
     """The query [T, Hq, D] as tiles [B * Hk, num_tiles, ROWS, D] float32."""
-    own = query if batch.is_all else query.index_select(0, batch.tokens.flatten())
-    count, most = batch.tokens.shape
-    own = own.view(count, most, shape.num_kv_heads, shape.heads_each, -1).transpose(1, 2).float()
-    own = own.reshape(count * shape.num_kv_heads, most * shape.heads_each, -1)
-    return F.pad(own, (0, 0, 0, batch.num_tiles * ROWS - own.shape[1])).view(len(own), -1, ROWS, own.shape[2])
+    heads = _heads_of(query, batch, shape)
+    count, num_heads, most, each, dim = heads.shape
+    rows = torch.empty(count, num_heads, batch.num_tiles * ROWS, dim, device=query.device)
+    rows[:, :, : most * each].view(heads.shape).copy_(heads)
+    rows[:, :, most * each :].zero_()
+    return rows.view(count * num_heads, batch.num_tiles, ROWS, dim)
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, batch: _Batch, scale: float, softcap: float | None) -> _Sums:
-    """The partials of rows [X, t, ROWS, D] over keys and values [B, Hk, num_keys, D], X = B * Hk: [S, X, t * ROWS, ..]
-    for the S splits of the keys."""
-    found = [
-        _attend_part(rows[:, part.rows], keys[:, :, : part.num_keys], values, part.hidden, scale, softcap)
-        for part in batch.parts
-    ]
-    if len(found) == 1:
-        return found[0]
-    splits = max(len(one.maxima) for one in found)
+def _attend(
+    rows: Tensor, keys: Tensor, values: Tensor, batch: _Batch, scale: float, softcap: float | None
+) -> Iterator[_Sums]:
+    """The partials of rows [X, t, ROWS, D] over keys and values [B, Hk, num_keys, D], X = B * Hk, a part of the rows
+    after another: [S, X, rows, ..] for the S splits of the keys."""
+    for part in batch.parts:
+        yield _attend_part(rows[:, part.rows], keys[:, :, : part.num_keys], values, part.hidden, scale, softcap)
+
+
+def _all_rows(found: Iterable[_Sums]) -> _Sums:
+    """The partials of all parts of the rows."""
+    sums = list(found)
+    if len(sums) == 1:
+        return sums[0]
+    splits = max(len(one.maxima) for one in sums)
     padded = [
         [F.pad(part, (0, 0) * (part.dim() - 1) + (0, splits - len(part)), value=empty) for part in parts]
-        for parts, empty in zip(zip(*found, strict=True), (-torch.inf, 0.0, 0.0), strict=True)
+        for parts, empty in zip(zip(*sums, strict=True), (-torch.inf, 0.0, 0.0), strict=True)
     ]
     return _Sums(*(torch.cat(parts, 2) for parts in padded))
 
@@ -426,14 +485,23 @@ def _add_tiles(parts: Tensor) -> Tensor:
     return total
 
 
-def _merge(sums: _Sums, sinks: Tensor | None, batch: _Batch, shape: _Shape) -> Tensor:
-    """[B, n, Hq, Dv] float32; `sinks` [Hk, heads each]."""
-    parts = _Sums(*(torch.stack([_of_tokens(part, batch, shape) for part in every]) for every in sums))
-    return _merged(parts, None if sinks is None else sinks.flatten())
+def _merge(found: Iterable[_Sums], sinks: Tensor | None, batch: _Batch, shape: _Shape) -> Tensor:
+    """[B * Hk, t * ROWS, Dv] float32; `sinks` [Hq]. Each part of the rows is merged before the next one is computed:
+    partials are as large as the outputs, for each split of the keys."""
+    if sinks is not None:
+        count, most = batch.tokens.shape
+        sinks = sinks.view(1, shape.num_kv_heads, 1, shape.heads_each).expand(count, -1, most, -1)
+        sinks = sinks.reshape(count * shape.num_kv_heads, -1)
+        sinks = F.pad(sinks, (0, batch.num_tiles * ROWS - sinks.shape[1]))
+    merged = []
+    for part, sums in zip(batch.parts, found, strict=True):
+        own = None if sinks is None else sinks[:, part.rows.start * ROWS : part.rows.stop * ROWS]
+        merged.append(_merged(sums, own))
+    return merged[0] if len(merged) == 1 else torch.cat(merged, 1)
 
 
 def _merged(sums: _Sums, sinks: Tensor | None) -> Tensor:
-    """The attention of rows [.., Hq, Dv] float32, from the partials [S, .., Hq, ..] of all splits in order."""
+    """The attention of rows [.., Dv] float32, from the partials [S, ..] of all splits in order; sinks [..]."""
     maxima = sums.maxima
     if len(maxima) == 1 and sinks is None:  # the factors below are one
         return sums.outputs[0] / sums.sums[0][..., None]
@@ -450,17 +518,12 @@ def _merged(sums: _Sums, sinks: Tensor | None) -> Tensor:
     return output / total[..., None]
 
 
-def _of_tokens(part: Tensor, batch: _Batch, shape: _Shape) -> Tensor:
-    """Rows [B * Hk, t * ROWS, ..] as [B, n, Hq, ..]."""
+def _put_rows(rows: Tensor, out: Tensor, batch: _Batch, shape: _Shape) -> None:
+    """Copy rows [B * Hk, t * ROWS, ..] to their places in out [T, Hq, ..]."""
     count, most = batch.tokens.shape
-    own = part[:, : most * shape.heads_each]
-    own = own.reshape(count, shape.num_kv_heads, most, shape.heads_each, *part.shape[2:])
-    return own.transpose(1, 2).flatten(2, 3)
-
-
-def _put_rows(rows: Tensor, out: Tensor, batch: _Batch) -> None:
-    """Copy rows [B, n, ..] to their places in out [T, ..]."""
+    own = rows.view(count, shape.num_kv_heads, *rows.shape[1:])[:, :, : most * shape.heads_each]
+    own = own.view(count, shape.num_kv_heads, most, shape.heads_each, *rows.shape[2:]).transpose(1, 2)
     if batch.is_all:
-        out.copy_(rows.flatten(0, 1))
+        out.view(own.shape).copy_(own)
     else:
-        out.index_copy_(0, batch.tokens.flatten(), rows.flatten(0, 1).to(out.dtype))
+        out.index_copy_(0, batch.tokens.flatten(), own.flatten(2, 3).flatten(0, 1).to(out.dtype))

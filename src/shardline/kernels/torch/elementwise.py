@@ -1,7 +1,8 @@
 """Norms, activations and sums of rows.
 
-torch computes some functions in another way at the end of a tensor than in its middle (sigmoid, SiLU). So only those
-are used here whose bits do not depend on the place; see `exactness.py`. Those of sums, products and quotients never do.
+torch computes some functions in another way at the end of a tensor than in its middle (sigmoid, SiLU). So exact
+numerics use only those whose bits do not depend on the place; see `exactness.py`. Those of sums, products and quotients
+never do.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ def layer_norm(
     _write(F.layer_norm(rows.float(), rows.shape[-1:], weight.float(), exact_bias, eps).to(x.dtype), out)
 
 
-def activation(x: Tensor, out: Tensor, name: str, gated: bool) -> None:
+def activation(x: Tensor, out: Tensor, name: str, gated: bool, exact: bool = True) -> None:
+    if gated and name == "silu" and not exact:
+        gate, up = x.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), up, out=out)
+        return
     if not gated:
         out.copy_(_activate(x.float().contiguous(), name))
         return

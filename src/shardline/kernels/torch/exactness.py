@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardline.kernels.low_rank import RANK_BLOCK
 from shardline.kernels.torch.linear import COLUMNS, ROWS, SIZES, multiply_tiles, tiles_at_once
+from shardline.kernels.torch.packed import PackedWeights, multiply_packed, pack, packs, tiles_of_part
 from shardline.kernels.torch.torch_kernels import TorchKernels
 
 _NUM_ROWS = 2 * ROWS + 5
@@ -35,8 +36,13 @@ _CURVES = (torch.exp, torch.tanh, torch.special.erfc)
 _log = logging.getLogger(__name__)
 
 
+_Numbers = Callable[..., Tensor]
+"""Random numbers of these sizes, in a `dtype`."""
+
+
 def check_exactness(kernels: TorchKernels, dtype: torch.dtype) -> None:
-    """Compare what this device computes in `dtype`, for the weights that `kernels` hold.
+    """Compare what this device computes in `dtype`, for the weights that `kernels` hold. If packed weights do not
+    pass, `kernels` keep them plain.
 
     Raises:
         ValueError: bits depend on the place or on the neighbours. The message says what would work.
@@ -47,17 +53,23 @@ def check_exactness(kernels: TorchKernels, dtype: torch.dtype) -> None:
     def numbers(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*sizes, generator=rng).to(kernels.device, dtype)
 
-    shapes = sorted(kernels.shapes)
-    kernels.whole.clear()
-    for depth in sorted({depth for _, depth in shapes}):
-        x, weight, bias = numbers(_NUM_ROWS, depth), numbers(_NUM_COLUMNS, depth), numbers(_NUM_COLUMNS)
-        for out_dtype in {dtype, torch.float32}:
-            _check_product(kernels, x, weight, bias, out_dtype)
-        _check_rows(f"norms of {depth} elements", partial(_norms, kernels, numbers(depth)), x)
+    plain = frozenset(kernels.shapes)  # the check's own weights are no part of it
+    checked: list[tuple[TorchKernels | PackedWeights, frozenset[tuple[int, int]]]] = []
+    if kernels.packed is not None:
+        packed = frozenset(kernels.packed.shapes)
+        try:
+            _check_products(kernels, kernels.packed, packed, numbers, dtype)
+            checked.append((kernels.packed, packed))
+        except ValueError:
+            kernels.packed, plain = None, plain | packed
+    _check_products(kernels, kernels, plain, numbers, dtype)
+    checked.append((kernels, plain))
+    shapes = [(form, shape) for form, own in checked for shape in own]
+    for depth in sorted({depth for _, (_, depth) in shapes}):
+        norms = partial(_norms, kernels, numbers(depth))
+        _check_rows(f"norms of {depth} elements", norms, numbers(_NUM_ROWS, depth))
     for depth, blocks in sorted(kernels.low_rank_shapes):
         _check_low_rank(kernels, numbers(_NUM_ROWS, depth), numbers(blocks, RANK_BLOCK, depth), numbers)
-    for num_tiles, depth in shapes:
-        _try_whole(kernels, numbers, num_tiles, depth, dtype)
     _check_rows("attention", partial(_attention, kernels, numbers(2 * 300, 2, 64)), numbers(_NUM_ROWS, 6, 64))
     curves = numbers(4099, dtype=torch.float32)
     for function in _CURVES:
@@ -66,7 +78,7 @@ def check_exactness(kernels: TorchKernels, dtype: torch.dtype) -> None:
             _compare(f"torch.{function.__name__}", function(curves[begin:end].clone()), whole[begin:end])
     _log.info(
         "rows have the same bits alone and among others; %d of %d weights' shapes are multiplied whole (%.2f s)",
-        sum((dtype, *shape) in kernels.whole for shape in shapes),
+        sum((dtype, *shape) in form.whole for form, shape in shapes),
         len(shapes),
         time.perf_counter() - started,
     )
@@ -79,7 +91,10 @@ def known_answer(kernels: TorchKernels) -> str:
     for dtype in (torch.float32, torch.bfloat16):
         for depth in (256, 1999):
             x, tiles = (_fixed(rows * depth, dtype).to(kernels.device) for rows in (ROWS, COLUMNS))
-            _update(digest, multiply_tiles(x.view(ROWS, depth), tiles.view(1, COLUMNS, depth), None))
+            x, tiles = x.view(ROWS, depth), tiles.view(1, COLUMNS, depth)
+            _update(digest, multiply_tiles(x, tiles, None))
+            if kernels.packed is not None and packs(kernels.device, dtype):
+                _update(digest, multiply_packed(x, pack(tiles[0]), None))
     numbers = _fixed(4099, torch.float32).to(kernels.device)
     for function in _CURVES:
         _update(digest, function(8 * numbers))
@@ -95,14 +110,38 @@ def _update(digest: hashlib._Hash, x: Tensor) -> None:
     digest.update(_bits(x).cpu().numpy().tobytes())
 
 
-def _check_product(kernels: TorchKernels, x: Tensor, weight: Tensor, bias: Tensor, out_dtype: torch.dtype) -> None:
+def _check_products(
+    kernels: TorchKernels,
+    form: TorchKernels | PackedWeights,
+    shapes: frozenset[tuple[int, int]],
+    numbers: _Numbers,
+    dtype: torch.dtype,
+) -> None:
+    """Check the products with weights that are plain or packed, and note which are multiplied whole."""
+    form.whole.clear()
+    for depth in sorted({depth for _, depth in shapes}):
+        x, weight, bias = numbers(_NUM_ROWS, depth), numbers(_NUM_COLUMNS, depth), numbers(_NUM_COLUMNS)
+        for out_dtype in {dtype, torch.float32}:
+            _check_product(kernels, x, weight, bias, out_dtype, form is not kernels)
+    for num_tiles, depth in sorted(shapes):
+        for own in {dtype, torch.float32}:
+            _try_whole(form, partial(numbers, dtype=own), num_tiles, depth, own, own != dtype)
+
+
+def _check_product(
+    kernels: TorchKernels, x: Tensor, weight: Tensor, bias: Tensor, out_dtype: torch.dtype, packed: bool
+) -> None:
     what = f"products of {x.shape[1]} columns"
 
     def multiply(x: Tensor, columns: slice, bias: Tensor | None = bias) -> Tensor:
-        tiles = kernels.weight_empty(weight.dtype, len(weight[columns]), weight.shape[1])
-        kernels.pack_weight(weight[columns], tiles)
+        part = weight[columns]
+        if packed:
+            tiles = kernels.weight_empty(weight.dtype, *part.shape)
+        else:  # those of experts are
+            tiles = kernels.weight_empty(weight.dtype, *part.shape, num_matrices=1)[0]
+        kernels.pack_weight(part, tiles)
         product = kernels.multiply(x, tiles, None if bias is None else bias[columns], out_dtype)
-        return product[:, : len(weight[columns])]
+        return product[:, : len(part)]
 
     all_columns = slice(None)
     _check_rows(what, lambda x: multiply(x, all_columns), x)
@@ -129,23 +168,42 @@ def _low_rank(kernels: TorchKernels, down: Tensor, up: Tensor, x: Tensor) -> Ten
 
 
 def _try_whole(
-    kernels: TorchKernels, numbers: Callable[..., Tensor], num_tiles: int, depth: int, dtype: torch.dtype
+    form: TorchKernels | PackedWeights,
+    numbers: _Numbers,
+    num_tiles: int,
+    depth: int,
+    dtype: torch.dtype,
+    is_widened: bool,
 ) -> None:
-    """Note which products with the whole of a weight, in `dtype` and float32, have the bits of tiles."""
-    for own in {dtype, torch.float32}:
-        each = tiles_at_once(num_tiles, depth, own if own != dtype else None)
-        for count in {each, num_tiles % each} - {0}:
-            x, bias = numbers(SIZES[-1], depth, dtype=own), numbers(2 * COLUMNS, dtype=own)
-            # Two tiles, again and again.
-            tiles = numbers(2, COLUMNS, depth, dtype=own).repeat(-(-count // 2), 1, 1)[:count]
-            biases = bias.repeat(-(-count // 2))[: count * COLUMNS]
-            pairs = (
-                (F.linear(x[:size], tiles.view(-1, depth), own_bias), multiply_tiles(x[:size], tiles, own_bias))
-                for size in SIZES
-                for own_bias in (None, biases)
-            )
-            if all(torch.equal(_bits(whole), _bits(of_tiles)) for whole, of_tiles in pairs):
-                kernels.whole.add((own, count, depth))
+    """Note which products with many tiles of a weight have the bits of each tile's."""
+    packed = isinstance(form, PackedWeights)
+    if packed:
+        each = tiles_of_part(num_tiles, COLUMNS, depth, dtype)
+    else:
+        each = tiles_at_once(num_tiles, depth, dtype if is_widened else None)
+    for count in {each, num_tiles % each} - {0}:
+        x, pair, bias = numbers(SIZES[-1], depth), numbers(2, COLUMNS, depth), numbers(2 * COLUMNS)
+        # Two tiles, again and again.
+        tiles = pair.repeat(-(-count // 2), 1, 1)[:count]
+        biases = bias.repeat(-(-count // 2))[: count * COLUMNS]
+        multiply, weight = (multiply_packed, pack(tiles)) if packed else (F.linear, tiles.view(-1, depth))
+        of_tiles = _multiply_packed_tiles if packed else multiply_tiles
+        pairs = (
+            (multiply(x[:size], weight, own_bias), of_tiles(x[:size], tiles, own_bias))
+            for size in SIZES
+            for own_bias in (None, biases)
+        )
+        if all(torch.equal(_bits(whole), _bits(parts)) for whole, parts in pairs):
+            form.whole.add((dtype, count, depth))
+
+
+def _multiply_packed_tiles(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
+    """See `multiply_tiles`; only the first two tiles are unlike."""
+    parts = []
+    for index, tile in enumerate(tiles[:2]):
+        weight, own_bias = pack(tile), None if bias is None else bias[index * COLUMNS : (index + 1) * COLUMNS]
+        parts.append(torch.cat([multiply_packed(rows, weight, own_bias) for rows in torch.split(x, ROWS)]))
+    return torch.cat(parts, 1).repeat(1, -(-len(tiles) // 2))[:, : len(tiles) * COLUMNS]
 
 
 def _check_rows(what: str, compute: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardline.kernels.tensors import RowBias
-from shardline.kernels.torch.elementwise import activation, sigmoid
+from shardline.kernels.torch.elementwise import sigmoid
 from shardline.kernels.torch.formats import FormatKernels
 from shardline.weights.base import RotatedScales
 from shardline.weights.rotation import rotate_reference
@@ -67,7 +67,7 @@ class ExpertKernels(FormatKernels):
         slots, width = slots_of(ids, first_expert, len(panels)), out.shape[1]
         rows = slots.rows(x, ids, compact)
         product = self._products(rows, slots, panels, scales, bias, 2 * width if gated else width)
-        activation(product, out[: len(product)], name, gated)
+        self.activation(product, out[: len(product)], name, gated)
 
     def expert_down(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -16,20 +17,20 @@ _MOST_KEPT = 48
 
 
 class Kept:
-    """What the layers of a step compute alike from its tables, by the identity of these. Nobody may write to them
-    afterwards."""
+    """What the layers of a step compute alike from its tables, by the identity of these, and as long as these live:
+    masks of long prompts are large. Nobody may write to the tables afterwards."""
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, tuple[tuple[Tensor, ...], Any]] = {}
+        self._values: dict[Hashable, tuple[list[weakref.ref[Tensor]], Any]] = {}
 
     def value_of(self, tensors: tuple[Tensor, ...], more: Hashable, make: Callable[[], _Value]) -> _Value:
         """What `make` returns for these tensors, and for `more`."""
-        key = (*map(id, tensors), more)
-        if key not in self._values:
-            if len(self._values) == _MOST_KEPT:
-                self._values.clear()
-            self._values[key] = tensors, make()  # the tensors live on, so that their ids stay theirs
-        value: _Value = self._values[key][1]
+        key, values = (*map(id, tensors), more), self._values
+        if key not in values:
+            if len(values) >= _MOST_KEPT:
+                values.clear()
+            values[key] = [weakref.ref(tensor, lambda _: values.pop(key, None)) for tensor in tensors], make()
+        value: _Value = values[key][1]
         return value
 
 

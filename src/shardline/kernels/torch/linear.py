@@ -3,7 +3,7 @@
 A library's product changes its bits with the numbers of rows and columns. So exact numerics call it only with tiles of
 `ROWS` rows and `COLUMNS` columns, padded with zeros. `exactness.py` checks that the library gives a row and a column of
 such a tile the same bits wherever they are. Whole weights are multiplied, by `SIZES` of rows, where this gives the bits
-of tiles.
+of tiles. On a CPU, weights are packed (`packed.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from shardline.kernels.memory import mapped_empty
 from shardline.kernels.tensors import RowBias
 from shardline.kernels.torch.elementwise import activation
+from shardline.kernels.torch.packed import PackedWeights, multiply_packed, packs
 from shardline.kernels.torch.sampling import greedy_argmax, mask_tokens
 
 ROWS, COLUMNS = 8, 128
@@ -39,8 +40,13 @@ class DenseKernels:
         """Number of tiles and of columns of the weights that have been allocated."""
         self.whole: set[tuple[torch.dtype, int, int]] = set()
         """Dtype and shape of the weights, or parts of them, for which products with all of it give the same bits."""
+        self.packed: PackedWeights | None = PackedWeights()
+        """None: all weights are plain."""
         self._scratch = threading.local()
         """Of each thread, since adapters are loaded beside steps."""
+
+    def activation(self, x: Tensor, out: Tensor, name: str, gated: bool) -> None:
+        activation(x, out, name, gated, self.is_exact)
 
     def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device=self.device)
@@ -55,8 +61,12 @@ class DenseKernels:
         num_matrices: int | None = None,
     ) -> Tensor:
         leading, num_tiles = () if num_matrices is None else (num_matrices,), -(-out_features // COLUMNS)
-        self.shapes.add((2 * num_tiles if gated else num_tiles, in_features))
-        tiles = self._weights_empty(dtype, *leading, 2 * num_tiles if gated else num_tiles, COLUMNS, in_features)
+        all_tiles = 2 * num_tiles if gated else num_tiles
+        if num_matrices is None and num_tiles and self.packed is not None and packs(self.device, dtype):
+            tiles = self.packed.empty(dtype, all_tiles, COLUMNS, in_features)
+        else:
+            self.shapes.add((all_tiles, in_features))
+            tiles = self._weights_empty(dtype, *leading, all_tiles, COLUMNS, in_features)
         if num_tiles:
             padded = tiles[..., num_tiles - 1 :: num_tiles, :, :]
             (padded.view(torch.uint8) if dtype.itemsize == 1 else padded).zero_()
@@ -66,9 +76,9 @@ class DenseKernels:
     def pack_weight(weight: Tensor, panels: Tensor, first: int = 0, half: int | None = None) -> None:
         place_rows(panels.flatten(0, 1), len(weight), first, half).copy_(weight)
 
-    @staticmethod
-    def unpack_rows(panels: Tensor, indices: Tensor, out: Tensor) -> None:
-        torch.index_select(panels.flatten(0, 1), 0, indices, out=out)
+    def unpack_rows(self, panels: Tensor, indices: Tensor, out: Tensor) -> None:
+        tiles = panels if self.packed is None else self.packed.plain(panels)
+        torch.index_select(tiles.flatten(0, 1), 0, indices, out=out)
 
     def linear(
         self, x: Tensor, panels: Tensor, bias: Tensor | RowBias | None, out: Tensor, gate: str | None = None
@@ -84,7 +94,7 @@ class DenseKernels:
         product = self.multiply(x, panels, bias, x.dtype)
         if half != width:
             product = torch.cat([product[:, :width], product[:, half : half + width]], 1)
-        activation(change(product), out, gate, True)
+        self.activation(change(product), out, gate, True)
 
     def linear_argmax(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None
@@ -99,6 +109,11 @@ class DenseKernels:
         rows = x.to(dtype).contiguous()
         if bias is not None:
             bias = F.pad(bias.to(dtype), (0, num_tiles * COLUMNS - len(bias)))
+        packed = None if self.packed is None else self.packed.parts(tiles, dtype, self.is_exact)
+        if packed is not None:
+            biases = [None] * len(packed) if bias is None else torch.split(bias, len(packed[0]))
+            parts = [self._multiply_packed(rows, *part) for part in zip(packed, biases, strict=True)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         each = tiles_at_once(num_tiles, depth, dtype if tiles.dtype != dtype else None)
         parts = []
         for first in range(0, num_tiles, each):
@@ -122,12 +137,14 @@ class DenseKernels:
             return F.linear(rows, weight, bias)
         if (rows.dtype, num_tiles, depth) not in self.whole:
             return multiply_tiles(rows, tiles, bias)
-        parts = []
-        for some in torch.split(rows, SIZES[-1]):
-            size = next(size for size in SIZES if size >= len(some))
-            padded = some if size == len(some) else F.pad(some, (0, 0, 0, size - len(some)))
-            parts.append(F.linear(padded, weight, bias)[: len(some)])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return in_sizes(lambda padded: F.linear(padded, weight, bias), rows)
+
+    def _multiply_packed(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not len(rows):
+            return rows.new_empty(0, len(weight))
+        if not self.is_exact:
+            return multiply_packed(rows, weight, bias)
+        return in_sizes(lambda padded: multiply_packed(padded, weight, bias), rows)
 
     def pack_heads(self, weights: Tensor) -> Tensor:
         """[num_tiles, num_heads, COLUMNS, in_features]"""
@@ -156,6 +173,18 @@ class DenseKernels:
 def split_bias(bias: Tensor | RowBias | None) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
     """What the library adds to a product, and what becomes of the product's rows then."""
     return (bias.bias, bias.change) if isinstance(bias, RowBias) else (bias, lambda product: product)
+
+
+def in_sizes(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """The products of rows [M, K], in numbers of rows that are among `SIZES`."""
+    if len(rows) in SIZES:
+        return multiply(rows)
+    parts = []
+    for some in torch.split(rows, SIZES[-1]):
+        size = next(size for size in SIZES if size >= len(some))
+        padded = some if size == len(some) else F.pad(some, (0, 0, 0, size - len(some)))
+        parts.append(multiply(padded)[: len(some)])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def multiply_tiles(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:

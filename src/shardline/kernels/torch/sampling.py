@@ -151,7 +151,7 @@ def logprobs(
 
 
 def _without_nan(logits: Tensor) -> Tensor:
-    return logits.masked_fill(logits.isnan(), -torch.inf)
+    return logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
 
 
 def _with_float64(logits: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ class TorchKernels(LowRankKernels, AttentionKernels):
     quantize_rows = staticmethod(elementwise.quantize_rows)
     rms_norm = staticmethod(elementwise.rms_norm)
     layer_norm = staticmethod(elementwise.layer_norm)
-    activation = staticmethod(elementwise.activation)
     softcap = staticmethod(elementwise.softcap)
     combine_slots = staticmethod(experts.combine_slots)
     place_slots = staticmethod(experts.place_slots)
