@@ -274,6 +274,15 @@ def test_chat_renders_the_template() -> None:
             llm.chat([])
         with pytest.raises(ValueError, match=r"messages\[1\] has no content"):
             llm.chat([{"role": "assistant"}, {"role": "user"}])
+        message = {"role": "user", "content": "hi"}
+        for messages, keywords, says in (
+            ([5], {}, "messages must be a list of objects; got int"),
+            (message, {}, "messages must be a list of objects; got an object with 'role', 'content'"),
+            ([message], {"tools": 5}, "tools must be a list of objects; got int"),
+            ([message], {"chat_template_kwargs": 5}, "chat_template_kwargs must be an object; got int"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                llm.chat(messages, **keywords)  # type: ignore[arg-type]
 
 
 def test_logprobs_have_the_shape_of_vllm() -> None:

@@ -143,6 +143,7 @@ def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> N
         ),
         ({"prompts": "dog"}, {}, "a prompt is text, .*; got an object with 'prompts'"),
         ({}, {}, "a prompt is text, .*; got an object with nothing"),
+        ({"prompt": 5}, {}, "the text of a prompt must be text; got int"),
         (3, {}, "a prompt is text, .*; got int"),
         (np.array([5]), {}, r"a prompt is text, .*; got numpy.ndarray: give its .tolist\(\)"),
     ],

@@ -115,6 +115,8 @@ def test_what_the_model_does_not_take_is_the_verdict_of_its_receipt(llm: LLM, ma
     for wrong in (5, None):
         with pytest.raises(ValueError, match="verify takes a list of receipts"):
             llm.verify([wrong])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="verify takes a list of receipts"):
+        llm.verify(made[0])  # type: ignore[arg-type]
     assert llm.verify(made[:1])[0].equal
 
 

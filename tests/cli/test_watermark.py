@@ -74,7 +74,9 @@ def test_a_key_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ('{"hashing_key": 5}', b"\xff", (), "it is no text in UTF-8"),
         ('{"hashing_key": 5}', b'["5"]', ("--token-ids",), "must be a JSON list of whole numbers"),
         ('{"hashing_key": 5}', b"[1, 1000000]", ("--token-ids",), "outside of the vocabulary"),
+        ('{"hashing_key": 5}', b"[" * 100_000, ("--token-ids",), "must be a JSON list of whole numbers"),
         ('{"hashing_key": 5}', b"Hello", ("--tokenizer", "FOLDER"), "FOLDER has no tokenizer: give one with"),
+        ('{"hashing_key": 5}', b"Hello", ("--model", ""), "there is no such folder"),
         ('{"hashing_key": 5}', None, (), "No such file or directory"),
     ],
 )

@@ -101,13 +101,23 @@ def test_what_could_not_be_compared_has_an_exit_code_of_its_own(
     assert "cannot connect" in capsys.readouterr().err
     with stub_server(_answering("Hi")) as a:
         assert main(["compare", a.url, a.url, "--html", str(tmp_path)]) == 2
-        assert "Is a directory" in capsys.readouterr().err
+        told = capsys.readouterr()
+        assert f"--html {tmp_path} cannot be written: Is a directory" in told.err
+        assert "8 of 8 answers are equal" in told.out, "it is not lost"
+
+
+def test_a_prompt_that_no_request_can_have_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts").write_text('Hi\n{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud83d"}\n')
+    assert main(["compare", URL, URL, "--prompts", str(tmp_path / "prompts")]) == 2
+    assert "prompts, line 3: the prompt has half a surrogate pair" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["no-url", URL], "must look like http"),
+        ([f"{URL}9999", URL], "the server's URL 'http://127.0.0.1:99999' is none: Port out of range 0-65535"),
+        ([URL, URL, "--header", "A=x", "B=\u20ac"], "a header must be one line in Latin-1; 'B' is not"),
         ([URL, URL, "--prompts", "missing.txt"], "cannot read missing.txt"),
         ([URL, URL, "--dataset", "missing.json"], "cannot read missing.json"),
         ([URL, URL, "--max-tokens", "0"], "--max-tokens must be 1 or more"),

@@ -169,6 +169,19 @@ def test_the_key_of_an_action(site: Site, capsys: pytest.CaptureFixture[str], mo
     assert "--port is for a router that starts; status asks the one at --url" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["status", "--url", "here"], "--url must begin with http:// or https://, got 'here'"),
+        (["rollout", "--restart", "true", "--step-timeout", "nan"], "--step-timeout must be seconds above 0"),
+        (["rollout", "--restart", "true", "--step-timeout", "-1"], "--step-timeout must be seconds above 0"),
+    ],
+)
+def test_mistakes_in_actions_are_named(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["router", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_the_rollout_command(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     backends: list[Backend] = [site.add_backend(), site.add_backend()]
     site.start_router()

@@ -29,7 +29,7 @@ from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.pooled_batches import PooledBatches
-from shardline.api.prompts import Prompt, TokensPrompt, as_prompts
+from shardline.api.prompts import Prompt, TokensPrompt, as_prompts, type_of
 from shardline.api.replicas import Replicas
 from shardline.api.requests import (
     ADAPTER_SALT,
@@ -260,9 +260,8 @@ class LLM:
         """
         if self._text.pooler is not None:
             raise ValueError("this LLM generates nothing (runner='pooling'), so it made no receipt")
-        for one in receipts:
-            if not isinstance(one, Receipt):
-                raise ValueError(f"verify takes a list of receipts, as of CompletionOutput.receipt; got {one!r:.80}")
+        if not isinstance(receipts, Sequence) or not all(isinstance(one, Receipt) for one in receipts):
+            raise ValueError(f"verify takes a list of receipts, as of CompletionOutput.receipt; got {receipts!r:.80}")
         with self._lock:
             requests: list[PreparedRequest] = []
             verdicts: list[Verdict | None] = []
@@ -385,8 +384,16 @@ class LLM:
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        is_single = not messages or isinstance(messages[0], Mapping)
+        is_single = not messages or not isinstance(messages, Sequence) or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if is_single else messages)
+        for name, value, kind in (
+            *(("messages", one, Sequence) for one in conversations),
+            ("tools", tools, Sequence),
+            ("chat_template_kwargs", chat_template_kwargs, Mapping),
+        ):
+            if value is not None and not isinstance(value, kind):
+                what = "a list of objects" if kind is Sequence else "an object"
+                raise ValueError(f"{name} must be {what}; got {type_of(value)}")
         prompts: list[Prompt] = []
         with self._open_template(chat_template) as template:
             for conversation in conversations:

@@ -75,6 +75,8 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
                 return text, _as_ids(ids)
             if text is not None:
                 return text, None
+        elif not unknown:
+            raise ValueError(f"the text of a prompt must be text; got {type_of(text)}")
     elif isinstance(prompt, Sequence):
         return None, _as_ids(prompt)
     raise ValueError(f"{_FORMS}; got {type_of(prompt)}")

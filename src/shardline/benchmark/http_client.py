@@ -45,11 +45,14 @@ class HttpClient:
     """
 
     def __init__(self, base_url: str, *, insecure: bool = False) -> None:
-        parts = urlsplit(base_url)
+        try:
+            parts = urlsplit(base_url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise ValueError(f"the server's URL {base_url!r} is none: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the server's URL must look like http://127.0.0.1:8000, got {base_url!r}")
-        self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.host, self.port = parts.hostname, port
         self.base_path = parts.path.rstrip("/")
         self.netloc = parts.netloc.rsplit("@", 1)[-1]
         self._tls: ssl.SSLContext | None = None
@@ -66,8 +69,9 @@ class HttpClient:
         """The lines before a body, without its length and the empty line."""
         lines = [f"{method} {self.base_path}{path} HTTP/1.1", f"Host: {self.netloc}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
-        if any("\r" in line or "\n" in line for line in lines):
-            raise ValueError("a header must be one line")
+        for line in lines:
+            if "\r" in line or "\n" in line or max(line) > "\xff":
+                raise ValueError(f"a header must be one line in Latin-1; {line.partition(':')[0]!r} is not")
         return ("\r\n".join(lines) + "\r\n").encode("latin-1")
 
     def send(self, exchange: Exchange) -> None:

@@ -236,6 +236,7 @@ def test_wrong_paths(tmp_path: Path) -> None:
         ((str(source), str(tmp_path / "link"), None), "is the input file"),
         ((str(source), str(tmp_path / "no" / "out"), None), "must be a folder"),
         ((str(source), str(tmp_path), None), "must be a folder"),
+        ((str(source), "", None), "must be a folder"),
         ((str(source), "http://x/y", str(source)), "no such folder"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -99,19 +99,22 @@ def run(args: argparse.Namespace) -> int:
                 on_wait=lambda line: bar.write(line, file=sys.stderr),
             )
         )
-    if args.html:
-        Path(args.html).write_text(html_page(found))
     if args.json:
         print(json.dumps(found.as_json(), indent=2))
     else:
         print("\n".join(text_lines(found)))
+    if args.html:
+        try:
+            Path(args.html).write_text(html_page(found), encoding="utf-8")
+        except OSError as error:
+            raise OSError(f"--html {args.html} cannot be written: {error.strerror}") from error
     return EQUAL if found.equal else DIFFERENT if found.causes else NOT_COMPARED
 
 
 def _read_prompts(name: str) -> list[str]:
     """Raises ValueError: there is no such file, or a line has no prompt."""
     try:
-        lines = Path(name).read_text().splitlines()
+        lines = Path(name).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts: cannot read {name}: {error}") from error
     prompts = []
@@ -126,6 +129,8 @@ def _read_prompts(name: str) -> list[str]:
                 raise ValueError(f"{name}, line {number}: {error}") from error
         if not isinstance(prompt, str):
             raise ValueError(f'{name}, line {number}: the object needs a text "prompt"')
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise ValueError(f"{name}, line {number}: the prompt has half a surrogate pair, which no request can have")
         prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{name} has no prompts")

@@ -14,6 +14,7 @@ from shardline.config.server import ServerConfig
 _PORT = 9000
 _ANSWER_SECONDS = 10.0
 """In which a router must answer; during a rollout, it is the time of a step."""
+_MOST_SECONDS = 7 * 86400.0
 _ACTIONS = ("status", "add", "drain", "undrain", "remove", "rollout")
 _OF_ALL = ("status", "rollout")
 """Actions that are for no single backend."""
@@ -74,6 +75,10 @@ def _act(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.action} takes no URL" if needs_none else f"{args.action}: which backend's URL?")
     if (args.restart is None) != (args.action != "rollout"):
         raise ValueError("rollout needs --restart 'COMMAND {host}', and nothing else takes it")
+    if not args.url.startswith(("http://", "https://")):
+        raise ValueError(f"--url must begin with http:// or https://, got {args.url!r}")
+    if not 0 < args.step_timeout <= _MOST_SECONDS:
+        raise ValueError(f"--step-timeout must be seconds above 0, at most a week, got {args.step_timeout:g}")
     given = fields_from_flags(args, RouterConfig) | fields_from_flags(args, ServerConfig)
     if of_router := sorted(given.keys() - {"api_key", "admin_api_key"}):
         flag = of_router[0].replace("_", "-")

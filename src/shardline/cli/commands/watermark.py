@@ -58,7 +58,7 @@ def run_detect(args: argparse.Namespace) -> int:
 
     key = read_key(args.key_file)
     text = _read(args.file)
-    name = args.model or "demo"
+    name = "demo" if args.model is None else args.model
     config = EngineConfig.from_options(
         model=name, tokenizer=args.tokenizer, skip_tokenizer_init=args.token_ids, generation_config="vllm"
     )
@@ -93,7 +93,7 @@ def _read(name: str) -> str:
 def _parse_ids(text: str) -> list[int]:
     try:
         ids = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids):
         raise ValueError("with --token-ids, the file must be a JSON list of whole numbers")

@@ -99,9 +99,16 @@ def prepare(args: argparse.Namespace) -> None:
         require(value is None or value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}")
     least = 0 if args.dataset_name == "custom" else 1
     require(args.num_prompts >= least, f"--num-prompts must be at least {least}, got {args.num_prompts}")
+    require(args.seed >= 0, f"--seed must be at least 0, got {args.seed}")
     _check_ramp(args, require)
     for path in (args.output_json, args.html):
         require(path is None or path.absolute().parent.is_dir(), f"{path}: its folder does not exist")
+        require(path is None or not path.is_dir(), f"{path} is a folder: name a file in it")
+    if args.result_dir and (args.save_result or args.append_result):
+        try:
+            Path(args.result_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--result-dir {args.result_dir} cannot be made: {error.strerror}") from error
     backend = BACKENDS[args.backend]
     if args.endpoint == "/v1/completions":
         args.endpoint = backend.endpoint

@@ -66,7 +66,7 @@ class BatchFiles:
                 raise ValueError(f"--output-file {self.output_file} is the input file; give another one")
         if not _is_url(self.output_file):
             folder = os.path.dirname(self.output_file) or "."
-            if os.path.isdir(self.output_file) or not os.path.isdir(folder):
+            if os.path.isdir(self.output_file or ".") or not os.path.isdir(folder):
                 raise ValueError(f"--output-file {self.output_file}: {folder} must be a folder, and this a file in it")
         if self.tmp_dir is not None and not os.path.isdir(self.tmp_dir):
             raise ValueError(f"--output-tmp-dir {self.tmp_dir}: there is no such folder")
