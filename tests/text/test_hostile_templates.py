@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from shardline.text import chat_template
-from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
+from shardline.text.chat_prompt import render_and_encode_async
+from shardline.text.chat_template import ChatTemplate, Conversation
 from tests.text import builders
 from tests.text.builders import render
 

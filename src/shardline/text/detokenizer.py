@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from shardline.text.tokenizer import ByteTokens, Tokenizer
-from shardline.text.window_detokenizer import TAIL_TOKENS, WindowDetokenizer
+from shardline.text.byte_level import ByteLevelDetokenizer
+from shardline.text.tokenizer import Tokenizer
+from shardline.text.window_detokenizer import WindowDetokenizer
 
 
 class Detokenizer(Protocol):
@@ -36,44 +36,3 @@ def make_detokenizer(
     if tokenizer.byte_tokens is not None:
         return ByteLevelDetokenizer(tokenizer.byte_tokens, prompt_token_ids, hidden)
     return WindowDetokenizer(tokenizer, prompt_token_ids, hidden)
-
-
-class ByteLevelDetokenizer:
-    """For tokenizers whose text is the bytes of its tokens: no token changes the text of another one."""
-
-    __slots__ = ("_begun", "_decoder", "_hidden", "_holds_bytes", "_texts", "_tokens")
-
-    def __init__(self, tokens: ByteTokens, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
-        self._tokens = tokens
-        self._texts = tokens.texts
-        self._hidden = hidden
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._holds_bytes = False
-        # If the prompt ends in half a character, that character belongs to the output that completes it.
-        tail = [token_id for token_id in prompt_token_ids[-4 * TAIL_TOKENS :] if token_id not in hidden]
-        self._decode_bytes(b"".join([tokens.decode(token_id) for token_id in tail[-TAIL_TOKENS:]]))
-        self._begun = False
-
-    def add_tokens(self, ids: Sequence[int]) -> str:
-        """See Detokenizer."""
-        text = ""
-        for token_id in ids:
-            piece = None if self._holds_bytes else self._texts.get(token_id)
-            if piece is not None:
-                text += piece
-            elif token_id not in self._hidden and (data := self._tokens.decode(token_id)):
-                self._begun = True
-                text += self._decode_bytes(data)
-        return text
-
-    def flush_text(self) -> str:
-        """See Detokenizer."""
-        if not (self._begun and self._holds_bytes):
-            return ""
-        self._holds_bytes = False
-        return self._decoder.decode(b"", True)
-
-    def _decode_bytes(self, data: bytes) -> str:
-        text = self._decoder.decode(data)
-        self._holds_bytes = bool(self._decoder.getstate()[0])
-        return text

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from shardline.structured.vocabulary import byte_alphabet
+from shardline.text.byte_level import ByteTokens
 from shardline.text.model_files import read_tokenizer
 from shardline.text.special_tokens import FOREIGN_CODE, SpecialTokens
 from shardline.text.spelled_tokens import SpelledTokens
@@ -155,6 +156,8 @@ class Tokenizer:
 
         May be called on a thread. The bounds of pieces may cut tokens, so a text that is little too long passes.
         """
+        if len(text) * self._growth <= limit:
+            return False
         if len(text) // self._max_chars_per_token > limit:
             return True
         size = int(max(_PIECE_CHARS, limit) / self._growth)
@@ -195,38 +198,3 @@ class Tokenizer:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
         with FOREIGN_CODE:
             return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
-
-
-class ByteTokens:
-    """The bytes of tokens, each spelled once.
-
-    `texts` has the texts of the tokens that were asked for, if they are whole characters and not special.
-    """
-
-    def __init__(self, spell: Callable[[int], str | None], special_token_ids: frozenset[int]) -> None:
-        """`spell`: the token as the vocabulary spells it; None: the id is out of range."""
-        self.texts: dict[int, str] = {}
-        self._others: dict[int, bytes] = {}
-        self._spell = spell
-        self._alphabet = byte_alphabet()
-        self._special_token_ids = special_token_ids
-
-    def decode(self, token_id: int) -> bytes:
-        """What a token adds to the bytes of a text; empty if the id is out of range."""
-        if token_id in self.texts:
-            return self.texts[token_id].encode()
-        if token_id in self._others:
-            return self._others[token_id]
-        spelling = self._spell(token_id) or ""
-        alphabet = self._alphabet
-        in_alphabet = all(char in alphabet for char in spelling)
-        raw = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError:
-            text = ""
-        if text and token_id not in self._special_token_ids:
-            self.texts[token_id] = text
-        else:
-            self._others[token_id] = raw
-        return raw

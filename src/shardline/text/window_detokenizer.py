@@ -5,11 +5,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from shardline.text.byte_level import TAIL_TOKENS
 from shardline.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-TAIL_TOKENS = 12
-"""Number of prompt tokens that are decoded with the first output: a character spans at most 4 byte tokens."""
 _MAX_HELD_TOKENS = 12
 
 
