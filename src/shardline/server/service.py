@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardline import env
-from shardline.api.prompt_embeds import Rows, decode_rows
 from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 RETRY_STARTING_SECONDS = 2
 _NAMED_MODELS = 100
 """How many names a 404 lists."""
-_MAX_ENCODED = 65_536
-"""Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
 
 
 @dataclass(frozen=True)
@@ -156,62 +153,10 @@ class Service:
             raise bad_request("The model has no tokenizer; send prompts to /v1/completions as token ids.")
         return self.llm.model.tokenizer
 
-    @property
-    def most_encoded(self) -> int:
-        """The most tokens of a text that is encoded although it is no whole prompt, and the most that are decoded."""
-        return max(_MAX_ENCODED, 4 * self.llm.model.max_model_len)
-
-    async def encode_prompt(self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None) -> list[int]:
-        """The token ids of a prompt; `max_tokens`: see `ConversationFields.encode_messages`.
-
-        Raises:
-            ApiError: 400, it is certainly longer than the model supports, or the model has no tokenizer.
-        """
-        tokenizer = self.require_tokenizer()
-        limit = self.llm.model.max_model_len if max_tokens is None else max_tokens
-        if len(text) > limit and await asyncio.to_thread(tokenizer.exceeds, text, limit):
-            raise self._too_long(
-                f"The prompt has {len(text)} characters, which are more than {limit} tokens.", "prompt"
-            )
-        return await tokenizer.encode_text_async(text, add_special_tokens)
-
-    def _too_long(self, message: str, param: str) -> ApiError:
+    def too_long(self, message: str, param: str) -> ApiError:
+        """A 400 that says how long the model's prompts may be."""
         length = f"This model's maximum context length is {self.llm.model.max_model_len} tokens."
         return bad_request(f"{length} {message}", param, "context_length_exceeded")
-
-    def check_top_logprobs(self, count: int) -> None:
-        """Refuse a `top_logprobs` that the engine was not started for.
-
-        Raises:
-            ApiError: 400.
-        """
-        try:
-            self.llm.model.builder.logprob_counts.count("top_logprobs", count)
-        except ValueError as error:
-            raise bad_request(str(error), "top_logprobs") from error
-
-    async def read_embeds(self, data: str, param: str = "prompt_embeds") -> Rows:
-        """The rows of hidden states that a client sends as base64.
-
-        Raises:
-            ApiError: 400, they cannot be read, or the server takes none.
-        """
-        builder = self.llm.model.builder
-        try:
-            return await asyncio.to_thread(decode_rows, data, builder.embeds_size, enabled=builder.takes_embeds)
-        except ValueError as error:
-            raise bad_request(str(error), param) from error
-
-    def decode_tokens(self, token_ids: list[int]) -> str:
-        """The text of `token_ids`, special tokens included.
-
-        Raises:
-            ApiError: 400, a number is not a token id, or the model has no tokenizer.
-        """
-        try:
-            return self.require_tokenizer().decode(token_ids, skip_special_tokens=False)
-        except OverflowError as error:
-            raise bad_request("Token ids must not be negative or larger than 32 bits.") from error
 
     async def encode_chat(self, chat: Conversation, *, max_tokens: int | None, param: str) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as token ids; see `render_and_encode`.
@@ -233,7 +178,7 @@ class Service:
                 template, tokenizer, chat, max_tokens=max_tokens, special_tokens_in_content=in_content
             )
         except PromptTooLong as error:
-            raise self._too_long(str(error), param) from error
+            raise self.too_long(str(error), param) from error
         except ValueError as error:
             raise bad_request(str(error), param) from error
 

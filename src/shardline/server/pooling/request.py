@@ -15,6 +15,7 @@ from shardline.server.openai.completions.request import PromptValue, encode_prom
 from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.openai.protocol import refuse_if, truncate_prompt
+from shardline.server.prompts import encode_text
 from shardline.server.service import Service
 
 
@@ -65,7 +66,7 @@ class PoolingFields(IgnoredFields):
         """
         if isinstance(prompt, str) and self.truncate_prompt_tokens is not None:
             # A long text is fine here.
-            prompt = await service.encode_prompt(prompt, add_special_tokens, max_tokens=len(prompt))
+            prompt = await encode_text(service, prompt, add_special_tokens, max_tokens=len(prompt))
         return self.truncate(service, await encode_prompt(service, prompt, add_special_tokens))
 
 

@@ -30,6 +30,7 @@ from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import MAX_ID_CHARS
 from shardline.server.openai.protocol import SamplingFields, StreamOptions, TokenIds, refuse_if
 from shardline.server.openai.sent_choice import SentChoice
+from shardline.server.prompts import decode_tokens
 from shardline.server.scale_out.prompt_scores import NamedRows, check_rows, score_rows
 from shardline.server.service import Service
 from shardline.server.sse import Events, EventStream, make_event
@@ -253,7 +254,7 @@ async def _start(service: Service, body: GenerateRequest, request_id: str) -> Ge
     if form is None:
         only_ids = Prepared(prompts=[EncodedPrompt(token_ids)], params=params, param="token_ids")
         return await Generation.start(service, only_ids, request_id, **options)
-    prompt = service.decode_tokens(token_ids)
+    prompt = decode_tokens(service, token_ids)
     reasoning = None if body.reasoning_ended else service.chat.reasoning_parser
     prepared = await prepare_answer(
         service,

@@ -17,6 +17,7 @@ from shardline.server.json_body import RequestModel, check_template_values
 from shardline.server.openai.chat.custom_tools import as_function, as_function_calls
 from shardline.server.openai.chat.tools import MAX_TOOLS, Tool, ToolUse, choose_tools
 from shardline.server.openai.protocol import refuse_if
+from shardline.server.prompts import read_embeds
 from shardline.server.service import Service
 from shardline.text.chat_template import Conversation
 
@@ -237,7 +238,7 @@ async def _take_embeds(
             return part
         assert part.data is not None
         gap = secrets.token_hex(16)
-        rows[gap] = await service.read_embeds(part.data, param)
+        rows[gap] = await read_embeds(service, part.data, param)
         return ContentPart(type="text", text=gap)
 
     taken = []

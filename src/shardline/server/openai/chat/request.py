@@ -15,9 +15,11 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_format import AnswerFormat, thinking_budget
 from shardline.server.openai.answer_grammar import make_answer_grammar
+from shardline.server.openai.answer_parts import check_top_logprobs
 from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
 from shardline.server.openai.generation import Prepared
 from shardline.server.openai.protocol import ResponseFormat, SamplingFields, TokenIds, refuse_if
+from shardline.server.prompts import decode_tokens, most_encoded
 from shardline.server.service import Service
 from shardline.text.chat_messages import text_content
 from shardline.text.reasoning_parsers.base import ReasoningParser
@@ -200,7 +202,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     service.require_model(body.model)
     body.check()
     if body.top_logprobs is not None:
-        service.check_top_logprobs(body.top_logprobs)
+        check_top_logprobs(service, body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -243,9 +245,9 @@ async def _encode(service: Service, body: ChatRequest) -> EncodedChat:
     """The prompt: what another server has rendered, or the messages."""
     ids = body.rendered_ids
     if ids is None:
-        limit = None if body.truncate_prompt_tokens is None else service.most_encoded
+        limit = None if body.truncate_prompt_tokens is None else most_encoded(service)
         special = bool(body.add_special_tokens)
         return await body.encode_messages(service, body.messages, add_special_tokens=special, max_tokens=limit)
     if len(ids) > service.llm.model.max_model_len:
         return EncodedChat("", ids, None)  # the request is refused below
-    return EncodedChat(service.decode_tokens(ids), ids, body.choose_tools(service))
+    return EncodedChat(decode_tokens(service, ids), ids, body.choose_tools(service))

@@ -16,6 +16,7 @@ from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.answer_format import thinking_budget
+from shardline.server.openai.answer_parts import check_top_logprobs
 from shardline.server.openai.chat.conversation import ChatMessage
 from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
@@ -206,7 +207,7 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
     service.require_model(body.model)
     body.check()
     if body.top_logprobs is not None:
-        service.check_top_logprobs(body.top_logprobs)
+        check_top_logprobs(service, body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.max_output_tokens,
         logprobs=body.num_logprobs,
