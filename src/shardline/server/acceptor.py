@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
@@ -119,8 +120,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept."""
         await super().startup([])
+        make_protocol = partial(BoundedHttpProtocol, self.config, self.server_state, self.lifespan.state)
         self.servers = [
-            Acceptor(listener, self._make_protocol, self.config.ssl, self._reserved)  # type: ignore[misc]
+            Acceptor(listener, make_protocol, self.config.ssl, self._reserved)  # type: ignore[misc]
             for listener in sockets or []
         ]
 
@@ -128,6 +130,3 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
-
-    def _make_protocol(self) -> BoundedHttpProtocol:
-        return BoundedHttpProtocol(self.config, self.server_state, self.lifespan.state)

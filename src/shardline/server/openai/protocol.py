@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import RequestModel
+from shardline.server.openai.answer_form import FormFields
 from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.resume import Resume, read_resume
 
@@ -54,18 +55,7 @@ class StreamOptions(RequestModel):
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
-class ResponseFormat(RequestModel):
-    """The required format of the answer."""
-
-    type: str
-    json_schema: dict[str, Any] | None = None
-    # Of the type structural_tag: one of both forms.
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
-    format: dict[str, Any] | None = None
-
-
-class SamplingFields(IgnoredFields):
+class SamplingFields(FormFields, IgnoredFields):
     """The fields that both generating endpoints have: OpenAI's and vLLM's. None: SamplingParams' default."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_HTTP_REQUEST)] | None = None
@@ -90,9 +80,6 @@ class SamplingFields(IgnoredFields):
     logit_bias: Annotated[dict[str, float], BeforeValidator(_check_size)] | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
-    """The form of the output, as vLLM's clients ask for it."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -126,13 +113,6 @@ class SamplingFields(IgnoredFields):
     """Where tokens are cut off; None: left, so the prompt's last ones stay."""
     return_token_offsets: bool | None = None
     """Of rendered requests: report where in the prompt's text each token stands."""
-    regex: str | None = None
-    ebnf: str | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
     min_new_tokens: int | None = None
     resume: Annotated[Any, BeforeValidator(read_resume)] = None
     """What another server has sent of this stream, see `server.resume.Resume`; for routers."""
@@ -185,29 +165,6 @@ class SamplingFields(IgnoredFields):
     def reports_logprobs(self) -> bool:
         """Whether log probabilities of the output are asked for, where that is a field of its own."""
         return True
-
-    @property
-    def requested_form(self) -> dict[str, Any] | None:
-        """`structured_outputs`, or what its other names ask for.
-
-        Raises:
-            ApiError: 400, several of them are set.
-        """
-        forms = [{key: form} for name, key in _FORM_NAMES.items() if (form := getattr(self, name)) is not None]
-        if self.structured_outputs is not None:
-            forms.append(self.structured_outputs)
-        if len(forms) > 1:
-            names = ", ".join(map(repr, _FORM_NAMES))
-            raise bad_request(f"Set one of 'structured_outputs', {names}.", "structured_outputs")
-        if forms and self.guided_whitespace_pattern is not None:
-            return {**forms[0], "whitespace_pattern": self.guided_whitespace_pattern}
-        return forms[0] if forms else None
-
-    @property
-    def has_form(self) -> bool:
-        """Whether answers are constrained."""
-        has_format = self.response_format is not None and self.response_format.type != "text"
-        return has_format or self.requested_form is not None
 
     @property
     def queueing(self) -> dict[str, Any]:
@@ -293,16 +250,6 @@ CHAT_AND_COMPLETION_FIELDS = (
     "return_token_ids", "return_metrics", "logits_digest", "prompt_logprobs", "logprob_token_ids", "use_beam_search",
 )  # fmt: skip
 """Fields whose results only the answers of these two endpoints can show."""
-
-_FORM_NAMES = {
-    "regex": "regex",
-    "ebnf": "grammar",
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-"""Other names of what `structured_outputs` has: SGLang's, and vLLM's old ones."""
 
 _SAMPLING_NAMES = tuple(
     name

@@ -13,12 +13,13 @@ from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel
+from shardline.server.openai.answer_form import FORM_NAMES, ResponseFormat
 from shardline.server.openai.answer_format import AnswerFormat, thinking_budget
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.answer_parts import check_top_logprobs
 from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
 from shardline.server.openai.generation import Prepared
-from shardline.server.openai.protocol import ResponseFormat, SamplingFields, TokenIds, refuse_if
+from shardline.server.openai.protocol import SamplingFields, TokenIds, refuse_if
 from shardline.server.prompts import decode_tokens, most_encoded
 from shardline.server.service import Service
 from shardline.text.chat_messages import text_content
@@ -155,7 +156,7 @@ async def prepare_answer(
     `reasoning`: how reasoning before the answer is read; None: there is none. `with_reasoning`: whether the client sees
     it; if not, an answer whose form is required begins with that form. `max_reasoning_tokens`: None: any number.
     `may_reason`: whether an answer that has no required form may begin with reasoning without a mark.
-    `requested_form`: `SamplingFields.requested_form`. `param` and `format_param`: the fields of the request that have
+    `requested_form`: `FormFields.requested_form`. `param` and `format_param`: the fields of the request that have
     the messages and `response_format`.
 
     Raises:
@@ -230,7 +231,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         if body.thinking_token_budget is None
         else thinking_budget(body.thinking_token_budget, service.chat.reasoning_parser, service.require_tokenizer()),
         may_reason=_allows_reasoning({**service.config.template_variables, **body.template_variables}),
-        requested_form=body.requested_form,
+        requested_form=None if body.model_fields_set.isdisjoint(FORM_NAMES) else body.requested_form,
         param="messages" if body.rendered_ids is None else _RENDERED_IDS,
     )
 
