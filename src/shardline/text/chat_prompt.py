@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
-from shardline.text.chat_messages import Message, normalize_messages, text_content
+from shardline.text.chat_messages import normalize_messages
 from shardline.text.chat_template import ChatTemplate, Conversation
+from shardline.text.partial_prompt import cut_after_content, encode_around_gaps
 from shardline.text.spelled_tokens import Marks
 from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 
@@ -70,48 +72,11 @@ def _encode(
     if marks is not None:
         rendered = marks.recover(rendered)
     if chat.continue_final_message:
-        rendered = _cut_after_content(rendered, chat.messages[-1])
+        rendered = cut_after_content(rendered, chat.messages[-1])
     text = rendered if marks is None else marks.resolve(rendered)
     if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
         raise PromptTooLong(f"The prompt has {len(text)} characters, which are more than {max_tokens} tokens.")
+    encode = tokenizer.encode_text if marks is None else partial(tokenizer.spelled.encode, marks)
     if chat.gaps:
-        return _encode_around_gaps(tokenizer, rendered, text, chat, marks)
-    return text, _encode_text(tokenizer, rendered, marks, chat.add_special_tokens)
-
-
-def _encode_text(tokenizer: Tokenizer, rendered: str, marks: Marks | None, add_special_tokens: bool) -> list[int]:
-    if marks is None:
-        return tokenizer.encode_text(rendered, add_special_tokens)
-    return tokenizer.spelled.encode(rendered, marks, add_special_tokens)
-
-
-def _encode_around_gaps(
-    tokenizer: Tokenizer, rendered: str, text: str, chat: Conversation, marks: Marks | None
-) -> tuple[str, list[int]]:
-    """As `_encode`, piece by piece: no token reaches over a gap."""
-    ids: list[int] = []
-    for index, gap in enumerate(chat.gaps):
-        piece, found, rendered = rendered.partition(gap)
-        if not found or gap in rendered:
-            raise ValueError("the chat template must show each of prompt_embeds once, in the order of the messages")
-        if piece:
-            ids += _encode_text(tokenizer, piece, marks, chat.add_special_tokens and index == 0)
-        ids.append(-1 - index)
-        text = text.replace(gap, "")
-    if rendered:
-        ids += _encode_text(tokenizer, rendered, marks, False)
-    return text, ids
-
-
-def _cut_after_content(text: str, message: Message) -> str:
-    """The prompt up to the end of its last message's content.
-
-    Raises:
-        ValueError: the template does not show the content as it is.
-    """
-    content = text_content(message.get("content"), -1)
-    shown = content.strip()
-    place = text.rfind(shown)
-    if not shown or place < 0:
-        raise ValueError("the last message cannot be continued: the chat template does not show its content as it is")
-    return text[: place + len(shown)] + content[len(content.rstrip()) :]
+        return encode_around_gaps(rendered, text, chat.gaps, encode, chat.add_special_tokens)
+    return text, encode(rendered, chat.add_special_tokens)
