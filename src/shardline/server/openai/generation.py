@@ -195,31 +195,3 @@ class Generation:
                 if choice.refused:
                     raise bad_request(f"The answer could not be completed: {choice.error}", code="answer_refused")
                 raise answer_failed(choice.error) if all(self._llm.replicas_alive()) else engine_dead(choice.error)
-
-    async def wait_finished(self, write: Callable[[int, RequestOutput], None] | None = None) -> list[RequestOutput]:
-        """For each prompt, the whole output; `write` is called with each update, as in `listen`.
-
-        Raises:
-            ApiError: as `observe`.
-        """
-        done = asyncio.get_running_loop().create_future()
-
-        def on_update(index: int, output: RequestOutput) -> None:
-            if done.done():
-                return
-            try:
-                self.observe(index, output)
-                if write is not None:
-                    write(index, output)
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                if output.finished and self.finished:
-                    done.set_result(None)
-
-        self.listen(on_update)
-        try:
-            await done
-        finally:
-            self.listen(None)
-        return self.outputs

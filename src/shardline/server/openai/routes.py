@@ -17,6 +17,7 @@ from shardline.server.openai.completions.request import CompletionRequest, Prepa
 from shardline.server.openai.completions.writer import CompletionResponse, CompletionWriter
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.ignored_fields import IGNORED_NAMES
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 
@@ -68,7 +69,7 @@ async def _answer(
         if body.stream:
             return EventStream(generation.mark(writer.write_chunks(generation)), generation, ignored)
         async with generation:
-            outputs = await generation.wait_finished()
+            outputs = await wait_finished(generation)
             whole = (
                 await asyncio.to_thread(writer.write_whole, outputs)
                 if writer.takes_long

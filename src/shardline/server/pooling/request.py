@@ -15,6 +15,7 @@ from shardline.server.openai.completions.request import PromptValue, encode_prom
 from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.openai.protocol import refuse_if, truncate_prompt
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.prompts import encode_text
 from shardline.server.service import Service
 
@@ -167,7 +168,7 @@ async def pool_prompts(
         model=body.model,
     )
     async with generation:
-        outputs = await generation.wait_finished()
+        outputs = await wait_finished(generation)
     params = PoolingParams(use_activation=body.use_activation, dimensions=dimensions)
     try:
         return [pooler.pool(output, task, params) for output in outputs]

@@ -30,6 +30,7 @@ from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import MAX_ID_CHARS
 from shardline.server.openai.protocol import SamplingFields, StreamOptions, TokenIds, refuse_if
 from shardline.server.openai.sent_choice import SentChoice
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.prompts import decode_tokens
 from shardline.server.scale_out.prompt_scores import NamedRows, check_rows, score_rows
 from shardline.server.service import Service
@@ -305,7 +306,7 @@ def generate_routes(service: Service) -> APIRouter:
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, sampling.ignored_headers)
         async with generation:
-            [output] = await generation.wait_finished()
+            [output] = await wait_finished(generation)
         scores = None
         if rows is not None:  # the prompt's blocks are cached now
             scores = await score_rows(service, rows, start, prompt, request_id, body.model, body.cache_salt or "")

@@ -24,6 +24,7 @@ from shardline.server.openai.responses.background import BackgroundRun
 from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
 from shardline.server.openai.responses.store import ResponseStore
 from shardline.server.openai.responses.writer import RawMessage, ResponseObject, ResponseWriter
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id
 from shardline.server.sse import STREAM_HEADERS, EventStream
 
@@ -100,7 +101,7 @@ def response_routes(service: Service) -> APIRouter:
             events = generation.mark(writer.write_events(body.num_events_before))
             return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
         async with generation:
-            [output] = await generation.wait_finished()
+            [output] = await wait_finished(generation)
             return Response(writer.write_whole(output), headers=headers, media_type="application/json")
 
     @router.get("/v1/responses/{response_id}", responses=json_answers(ResponseObject, streams=True))
