@@ -6,20 +6,36 @@ import asyncio
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 
 from shardline.structured.vocabulary import byte_alphabet
-from shardline.text.byte_level import ByteTokens
+from shardline.text.byte_level import ByteLevelDetokenizer, ByteTokens
 from shardline.text.model_files import read_tokenizer
 from shardline.text.special_tokens import FOREIGN_CODE, SpecialTokens
 from shardline.text.spelled_tokens import SpelledTokens
 from shardline.text.text_growth import check_growth
+from shardline.text.window_detokenizer import WindowDetokenizer
 
 MAX_INLINE_CHARS = 2048
 """Longest text that is encoded on the event loop, normalized. It takes about 0.3 ms; more would delay every stream."""
 _PIECE_CHARS = 65_536
 _REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Turns ids into the text that they add, and never returns half a character.
+
+    The result does not depend on how the ids are grouped into calls: together the pieces are the text that follows the
+    prompt in `tokenizer.decode(prompt + output)`.
+    """
+
+    def add_tokens(self, ids: Sequence[int]) -> str:
+        """The text that the next ids add. An incomplete character is held back."""
+
+    def flush_text(self) -> str:
+        """The text held back so far; incomplete characters become U+FFFD. Call it after the last token."""
 
 
 class Tokenizer:
@@ -54,7 +70,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
-        self.byte_tokens = ByteTokens(self.token, self.special_token_ids) if is_byte_level else None
+        self.byte_tokens = ByteTokens(backend.id_to_token, self.special_token_ids) if is_byte_level else None
         """The bytes of tokens. None: a text is not just the bytes of its tokens."""
         named = (*self.special_tokens.values(), *map(backend.id_to_token, self.eos_token_ids))
         self.special = SpecialTokens(backend, named)
@@ -198,3 +214,16 @@ class Tokenizer:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
         with FOREIGN_CODE:
             return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
+
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """The detokenizer of one choice. `shown_token_ids`: special tokens that are not skipped."""
+        hidden = self.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
+        if self.byte_tokens is not None:
+            return ByteLevelDetokenizer(self.byte_tokens, prompt_token_ids, hidden)
+        return WindowDetokenizer(self, prompt_token_ids, hidden)
