@@ -10,11 +10,11 @@ from typing import Literal
 
 from shardline.api.adapters import LoRARequest
 from shardline.api.engines import Connect, EngineEvent
+from shardline.api.errors import EngineDead, EngineDraining
 from shardline.api.model_text import ModelText, ReadyModel, load_model_text
 from shardline.api.outputs import Deltas, RequestOutput
 from shardline.api.prompts import Prompt
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, EngineDraining
 from shardline.api.resume import PromptSoFar
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig

@@ -10,8 +10,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shardline.api.errors import RequestDiffers
 from shardline.api.outputs import RequestOutput
-from shardline.api.resume import PromptSoFar, RequestDiffers
+from shardline.api.resume import PromptSoFar
 from shardline.api.streams import RequestStream, watch_finish
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import answer_failed, bad_request, engine_dead
