@@ -17,12 +17,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.api.requests import request_owner
-from shardline.config.server import ServerConfig
 from shardline.messages.stats import EngineStats
 from shardline.server.error_shapes import error_answer, error_end
 from shardline.server.errors import ApiError, internal_error
@@ -45,22 +42,6 @@ IGNORED_HEADER = "X-Shardline-Ignored"
 LOAD_REPORT_HEADER = "endpoint-load-metrics-format"
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
 """Paths that need no key: probes and Prometheus read them."""
-
-
-def cors(config: ServerConfig) -> list[Middleware]:
-    """What lets pages of the allowed origins read answers; nothing if there are none."""
-    if not config.cors_origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=config.cors_methods,
-            allow_headers=config.cors_headers,
-            allow_credentials=config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
-        )
-    ]
 
 
 def route_path(scope: Scope) -> str:

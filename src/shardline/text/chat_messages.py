@@ -6,18 +6,14 @@ second one is one character and a text: `RENDERED` and the prompt, or `REFUSED` 
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from shardline.text.call_arguments import parsed_call
+
 Message = Mapping[str, Any]
-MAX_ARGUMENT_CHARS = 4 << 20
-MAX_ARGUMENT_VALUES = 131_072
-"""The most values in the arguments of one tool call."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_RENDERED_CHARS = 16_000_000
 RENDERED, REFUSED = b"t", b"r"
 
@@ -41,7 +37,7 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         copy = dict(message)
         copy["content"] = text_content(message.get("content"), index)
         if message.get("tool_calls"):
-            copy["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+            copy["tool_calls"] = [parsed_call(call) for call in message["tool_calls"]]
         normal.append(copy)
     return normal
 
@@ -65,28 +61,6 @@ def text_content(content: Any, index: int) -> str:
             raise ValueError(f"messages[{index}].content has a part of type {kind!r}; this model takes text only")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _parsed_call(call: Any) -> Any:
-    """The call with its arguments as an object, which templates print; OpenAI sends them as a JSON string."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    text = function["arguments"]
-    # A comma or bracket precedes each value, and nothing else runs while the text is parsed.
-    num_values = text.count(",") + text.count("[") + text.count("{")
-    if len(text) > MAX_ARGUMENT_CHARS or num_values > MAX_ARGUMENT_VALUES:
-        raise ValueError(
-            f"the arguments of a tool call have more than {MAX_ARGUMENT_CHARS} characters or {MAX_ARGUMENT_VALUES} "
-            "commas and brackets"
-        )
-    try:
-        arguments = json.loads(text or "{}")
-        if _SURROGATE.search(text):
-            json.dumps(arguments, ensure_ascii=False).encode()  # half of a pair cannot be encoded
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class Compile(msgspec.Struct, tag="compile"):

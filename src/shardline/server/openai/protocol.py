@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,6 +13,7 @@ from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_form import FormFields
 from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.logit_bias import LogitBias, parse_bias
 from shardline.server.resume import Resume, read_resume
 
 T = TypeVar("T")
@@ -23,20 +23,9 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
-_TOKEN_ID = re.compile(r"-?\d{1,18}", re.ASCII)
-MAX_BIASES = 4096
-_MAX_NAMED = 16
-"""The most wrong entries that one error names."""
 MAX_STOP_IDS = 4096
 MAX_ALLOWED_IDS = 1 << 18
 """More than there are tokens in any vocabulary."""
-
-
-def _check_size(value: Any) -> Any:
-    """Refuse a huge object before its members are looked at."""
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} entries are taken")
-    return value
 
 
 class StreamOptions(RequestModel):
@@ -77,7 +66,7 @@ class SamplingFields(FormFields, IgnoredFields):
     """Report a digest of the logits of every token."""
     receipt: bool | None = None
     """Give every choice a receipt, see `receipts.receipt.Receipt`."""
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_size)] | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
@@ -210,7 +199,7 @@ class SamplingFields(FormFields, IgnoredFields):
             values.pop("logprob_token_ids", None)
         values["watermarking"] = self.wants_mark
         if self.logit_bias:
-            values["logit_bias"] = _parse_bias(self.logit_bias)
+            values["logit_bias"] = parse_bias(self.logit_bias)
         try:
             return SamplingParams(
                 max_tokens=max_tokens, logprobs=None if self.logprob_token_ids else logprobs, **values
@@ -264,16 +253,6 @@ def bad_parameter(message: str) -> ApiError:
     name = message.split(" ", 1)[0]
     known = name in SamplingFields.model_fields or name in SamplingParams.__struct_fields__
     return bad_request(message, name if known else None)
-
-
-def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
-    wrong = [token_id for token_id in bias if not _TOKEN_ID.fullmatch(token_id)]
-    if wrong:
-        named = ", ".join(repr(token_id[:64]) for token_id in wrong[:_MAX_NAMED])
-        more = f", and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
-        message = f"Invalid value for 'logit_bias': its keys must be token ids, unlike {named}{more}."
-        raise bad_request(message, "logit_bias")
-    return {int(token_id): value for token_id, value in bias.items()}
 
 
 def refuse_if(condition: bool, param: str, message: str) -> None:
