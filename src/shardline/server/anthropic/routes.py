@@ -12,8 +12,8 @@ from shardline.server.anthropic.writer import MessageError, MessageObject, Messa
 from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError
 from shardline.server.json_body import StrictRoute
+from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
 from shardline.server.openai.chat.conversation import EncodedChat
-from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id

@@ -12,7 +12,7 @@ from shardline.server.cohere.request import CohereChatRequest
 from shardline.server.cohere.writer import CohereChatResponse, CohereError, CohereWriter
 from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.request import PreparedChat, prepare_answer
+from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id

@@ -9,8 +9,9 @@ from starlette.responses import Response
 
 from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
+from shardline.server.openai.answer_to_chat import PreparedChat
 from shardline.server.openai.beams import search_beams
-from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
+from shardline.server.openai.chat.request import ChatRequest, prepare_chat
 from shardline.server.openai.chat.shapes import ChatResponse
 from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.completions.request import CompletionRequest, PreparedCompletion, prepare_completion

@@ -24,8 +24,8 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.middleware import REQUEST_ID
 from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
+from shardline.server.openai.answer_to_chat import prepare_answer
 from shardline.server.openai.chat.conversation import EncodedChat
-from shardline.server.openai.chat.request import prepare_answer
 from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import MAX_ID_CHARS
 from shardline.server.openai.protocol import SamplingFields, StreamOptions, TokenIds, refuse_if
