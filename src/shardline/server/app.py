@@ -8,7 +8,6 @@ from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -26,7 +25,6 @@ from shardline.server.errors import ApiError, bad_request, explain_validation, i
 from shardline.server.invocations import Invocations
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import (
-    IGNORED_HEADER,
     AccessMiddleware,
     AuthMiddleware,
     BodyLimitMiddleware,
@@ -54,7 +52,7 @@ from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service
 from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.server.ui import page_routes
-from shardline.server.user_middleware import user_middleware
+from shardline.server.user_middleware import cors, user_middleware
 from shardline.server.window.feed import Window
 from shardline.text.special_tokens import TokenizerError
 
@@ -153,7 +151,7 @@ def _middleware(service: Service) -> list[Middleware]:
         )
     ]
     stack += user_middleware(config)
-    stack += _cors(config)
+    stack += cors(config)
     stack.append(Middleware(AuthMiddleware, keys=service.keys, has_page=config.has_page))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit, unlimited=("/v1/files",)))
@@ -162,22 +160,6 @@ def _middleware(service: Service) -> list[Middleware]:
     stack.append(Middleware(LoadReportMiddleware, stats=service.llm.stats))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))
     return stack
-
-
-def _cors(config: ServerConfig) -> list[Middleware]:
-    """What lets pages of the allowed origins read answers; nothing if there are none."""
-    if not config.cors_origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=config.cors_methods,
-            allow_headers=config.cors_headers,
-            allow_credentials=config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
-        )
-    ]
 
 
 def _install_error_handlers(app: FastAPI) -> None:
