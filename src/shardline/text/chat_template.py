@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from shardline.sandbox.blocking import Setup
 from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
-from shardline.sandbox.pool import Pool, Setup
+from shardline.sandbox.pool import Pool
 from shardline.sandbox.worker import WorkerEnded
 from shardline.text.chat_messages import (
     MAX_RENDERED_CHARS,
