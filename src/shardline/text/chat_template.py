@@ -10,30 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from shardline.sandbox.blocking import Setup
-from shardline.sandbox.client import Sandbox
-from shardline.sandbox.confinement import Limit
-from shardline.sandbox.pool import Pool
 from shardline.sandbox.worker import WorkerEnded
 from shardline.text.chat_messages import (
     MAX_RENDERED_CHARS,
     REFUSED,
-    Compile,
-    Compiled,
     Message,
     Render,
     encode_job,
 )
 from shardline.text.model_files import read_chat_templates
+from shardline.text.template_sandbox import compile_templates, explain_limit
 
 MAX_RENDER_SECONDS = 2.0
-MAX_COMPILE_SECONDS = 5.0
-MAX_BYTES = 256 << 20
-"""The most memory that a template may use."""
-
-_SANDBOX = Sandbox("shardline.text.template_service", title="chat template", memory=MAX_BYTES)
 
 
 @dataclass(frozen=True)
@@ -74,20 +62,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         self.content_as_parts = False
         """Whether the template gets contents as lists of parts, not as text."""
-        job = encode_job(Compile(self.sources))
-        self._pool = Pool(_SANDBOX, Setup(job, MAX_COMPILE_SECONDS))
-        try:
-            compiled = msgspec.json.decode(self._pool.run_blocking(job, MAX_COMPILE_SECONDS), type=Compiled)
-        except WorkerEnded as ended:
-            self.close()
-            names = ", ".join(self.sources)
-            raise ValueError(
-                f"the chat template ({names}) cannot be compiled: {_explain(ended, MAX_COMPILE_SECONDS)}"
-            ) from None
-        if compiled.error:
-            self.close()
-            raise ValueError(compiled.error)
-        self.takes_tools = compiled.takes_tools
+        self._pool, self.takes_tools = compile_templates(self.sources)
         """Whether the template shows tools to the model."""
 
     @classmethod
@@ -110,14 +85,14 @@ class ChatTemplate:
         try:
             return _read_answer(self._pool.run_blocking(self._encode_render(chat), MAX_RENDER_SECONDS))
         except WorkerEnded as ended:
-            raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
+            raise ValueError(f"the chat template failed: {explain_limit(ended, MAX_RENDER_SECONDS)}") from None
 
     async def render_async(self, chat: Conversation) -> str:
         """As `render`, without holding up the event loop. Chats do not wait for one another."""
         try:
             return _read_answer(await self._pool.run(self._encode_render(chat), MAX_RENDER_SECONDS))
         except WorkerEnded as ended:
-            raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
+            raise ValueError(f"the chat template failed: {explain_limit(ended, MAX_RENDER_SECONDS)}") from None
 
     def close(self) -> None:
         """End the processes."""
@@ -149,17 +124,6 @@ def _read_answer(answer: bytes) -> str:
     if answer[:1] == REFUSED:
         raise ValueError(text)
     return text
-
-
-def _explain(ended: WorkerEnded, seconds: float) -> str:
-    """Which limit a template has hit."""
-    return {
-        Limit.TIME: f"it took more than {seconds:g} s",
-        Limit.DEADLINE: f"it took more than {seconds:g} s, or the machine was too busy to run it",
-        Limit.MEMORY: f"it needed more than {MAX_BYTES >> 20} MiB of memory",
-        Limit.STACK: "it needed more stack than there is",
-        Limit.UNKNOWN: "its process ended unexpectedly",
-    }[ended.limit]
 
 
 def read_template(source: str) -> str:
