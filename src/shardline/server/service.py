@@ -14,7 +14,14 @@ from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.chat_setup import ChatSetup, make_chat_setup
-from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
+from shardline.server.errors import (
+    ApiError,
+    bad_request,
+    generates_nothing,
+    generates_text,
+    no_such_model,
+    not_ready,
+)
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
 from shardline.server.observer import RequestObserver
@@ -27,10 +34,6 @@ if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.messages.request import AdapterRef
     from shardline.text.tokenizer import Tokenizer
-
-RETRY_STARTING_SECONDS = 2
-_NAMED_MODELS = 100
-"""How many names a 404 lists."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +74,8 @@ class Service:
             ApiError: 503.
         """
         state = self.llm.state()
-        if state == "starting":
-            raise unavailable("The model is still loading; try again later.", "starting", RETRY_STARTING_SECONDS)
-        if state == "recovering":
-            raise unavailable(
-                "The engine has failed and is restarting; try again later.", state, RETRY_STARTING_SECONDS
-            )
-        if state == "draining":
-            raise draining()
-        if state == "dead":
-            raise engine_dead(self.llm.dead_reason)
+        if state != "ready":
+            raise not_ready(state, self.llm.dead_reason)
 
     async def require_generation(self) -> None:
         """Refuse a request for text if the model embeds or classifies.
@@ -90,11 +85,7 @@ class Service:
         """
         tasks = self.llm.model.tasks
         if "generate" not in tasks:
-            paths = "/v1/embeddings, /pooling" if "embed" in tasks else "/classify, /pooling"
-            raise bad_request(
-                f"This server generates no text (--runner pooling): use {paths}, /score or /rerank.",
-                code="unsupported_parameter",
-            )
+            raise generates_nothing(tasks)
 
     async def refuse_generator(self) -> None:
         """Refuse a request for embeddings or scores if the model generates.
@@ -103,11 +94,7 @@ class Service:
             ApiError: 400.
         """
         if "generate" in self.llm.model.tasks:
-            raise bad_request(
-                "This server generates text: start one with --runner pooling for embeddings, or with a classifier "
-                "(ForSequenceClassification) for its scores.",
-                code="unsupported_parameter",
-            )
+            raise generates_text()
 
     @cached_property
     def _takes_any_name(self) -> bool:
@@ -133,14 +120,7 @@ class Service:
         if (named := self.adapters.named.get(name)) is not None:
             return named.ref
         if not self._takes_any_name:
-            known = [*self.model_names, *self.adapters.named]
-            served = ", ".join(f"`{one}`" for one in known[:_NAMED_MODELS]) + ", …" * (len(known) > _NAMED_MODELS)
-            raise ApiError(
-                404,
-                f"The model `{name}` does not exist or you do not have access to it. Served here: {served}.",
-                param="model",
-                code="model_not_found",
-            )
+            raise no_such_model(name, [*self.model_names, *self.adapters.named])
         return None
 
     def require_tokenizer(self) -> Tokenizer:
