@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from shardline.api.prompts import EncodedPrompt
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_form import FORM_NAMES
-from shardline.server.openai.answer_format import thinking_budget
+from shardline.server.openai.answer_format import AnswerFormat, thinking_budget
 from shardline.server.openai.answer_parts import check_top_logprobs
 from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
 from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
@@ -145,19 +146,31 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         reasoning = None
     if body.include_reasoning is False and body.has_form:
         reasoning = None  # as in vLLM, a constrained answer that must not show reasoning has none
+    chat = replace(chat, token_ids=body.truncate_prompt(chat.token_ids, service.llm.model.max_model_len - 1))
+    budget = None
+    if body.thinking_token_budget is not None:
+        tokenizer = service.require_tokenizer()
+        budget = thinking_budget(body.thinking_token_budget, service.chat.reasoning_parser, tokenizer)
+    param = "messages" if body.rendered_ids is None else _RENDERED_IDS
+    may_have_form = not body.model_fields_set.isdisjoint(FORM_NAMES)
+    if chat.tool_use is None and reasoning is None and not may_have_form:  # any text is an answer
+        return PreparedChat(
+            prompts=[EncodedPrompt(chat.token_ids, chat.embeds)],
+            params=params,
+            param=param,
+            answer_format=AnswerFormat(service.require_tokenizer(), chat.text),
+        )
     return await prepare_answer(
         service,
-        replace(chat, token_ids=body.truncate_prompt(chat.token_ids, service.llm.model.max_model_len - 1)),
+        chat,
         params,
         body.response_format,
         reasoning=reasoning,
         with_reasoning=body.include_reasoning is not False,
-        max_reasoning_tokens=None
-        if body.thinking_token_budget is None
-        else thinking_budget(body.thinking_token_budget, service.chat.reasoning_parser, service.require_tokenizer()),
+        max_reasoning_tokens=budget,
         may_reason=_allows_reasoning({**service.config.template_variables, **body.template_variables}),
-        requested_form=None if body.model_fields_set.isdisjoint(FORM_NAMES) else body.requested_form,
-        param="messages" if body.rendered_ids is None else _RENDERED_IDS,
+        requested_form=body.requested_form,
+        param=param,
     )
 
 
