@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from shardline import __version__
 from shardline.config.engine import EngineConfig, SchedulerConfig
 from shardline.config.server import ServerConfig
-from shardline.server import stream_comments
+from shardline.server import sse
 from shardline.server.app import create_app
 from shardline.server.errors import ApiError
 from shardline.server.launch import make_http_server, open_listener, url_of
@@ -120,8 +120,8 @@ def test_death_of_the_engine_reaches_clients(stream: bool) -> None:
 
 
 def test_a_stream_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stream_comments.COMMENT_SECONDS == 5.0, "docs/operations.md promises it"
-    monkeypatch.setattr(stream_comments, "COMMENT_SECONDS", 0.05)
+    assert sse.COMMENT_SECONDS == 5.0, "docs/operations.md promises it"
+    monkeypatch.setattr(sse, "COMMENT_SECONDS", 0.05)
     with serve() as running, running.http() as http, running.http() as other:
         running.engine.paused = True
         content, comments = "", 0

@@ -31,8 +31,7 @@ from shardline.router.upstream import Answer, Header, UpstreamError
 from shardline.server.error_shapes import error_answer, error_end
 from shardline.server.errors import SERVER_ERROR, ApiError, unavailable
 from shardline.server.middleware import REQUEST_ID
-from shardline.server.sse import PROBE_CLIENT, STREAM_ERROR, WRITE_NOW
-from shardline.server.stream_comments import COMMENT
+from shardline.server.sse import COMMENT, PROBE_CLIENT, STREAM_ERROR, WRITE_NOW
 
 _WHOLE_BYTES = 1 << 20
 """An answer that is no stream and no larger is read whole before the client gets it: until then it can be retried."""

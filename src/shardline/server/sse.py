@@ -13,13 +13,15 @@ from starlette.types import Receive, Scope, Send
 
 from shardline.api.outputs import RequestOutput
 from shardline.server.errors import ApiError, internal_error
-from shardline.server.stream_comments import Comments
 
 logger = logging.getLogger(__name__)
 
 DONE_EVENT = b"data: [DONE]\n\n"
+COMMENT = b": still working\n\n"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies such as nginx must not buffer the events."""
+COMMENT_SECONDS = 5.0
+"""Silence after which a stream gets a comment: proxies and clients end connections that say nothing for long."""
 
 STREAM_ERROR = "shardline.stream_error"
 """Where a request's scope says why its stream failed after it had begun."""
@@ -65,6 +67,44 @@ def make_event(data: bytes) -> bytes:
 
 def _error_event(error: ApiError) -> bytes:
     return make_event(error.body)
+
+
+class _Comments:
+    """Sends a comment when a stream has been silent for a while.
+
+    Args:
+        num_bodies: how often the stream has sent something so far.
+    """
+
+    def __init__(self, send: Send, num_bodies: Callable[[], int]) -> None:
+        self._send = send
+        self._num_bodies = num_bodies
+        self._num_seen = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(COMMENT_SECONDS, self._look)
+        self._sending: asyncio.Task[None] | None = None
+
+    def probe_client(self) -> None:
+        """Send a comment now: a client that has left will refuse it."""
+        if self._sending is None or self._sending.done():
+            self._sending = self._loop.create_task(self._send_comment())
+
+    async def stop(self) -> None:
+        """Send no more comments."""
+        self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()  # a client that does not read would hold it for ever
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    def _look(self) -> None:
+        num_bodies = self._num_bodies()
+        if num_bodies == self._num_seen:
+            self.probe_client()
+        self._num_seen = num_bodies
+        self._timer = self._loop.call_later(COMMENT_SECONDS, self._look)
+
+    async def _send_comment(self) -> None:
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
 
 class _Follower:
@@ -195,7 +235,7 @@ class EventStream(Response):
             self._generation.check()  # until the status line has been sent, a failure has a status of its own
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             follower = _Follower(self._events, self._generation, send, scope.get(WRITE_NOW, _take_nothing))
-            comments = Comments(send, lambda: follower.num_bodies)
+            comments = _Comments(send, lambda: follower.num_bodies)
             scope[PROBE_CLIENT] = comments.probe_client
             try:
                 await follower.run()

@@ -10,7 +10,7 @@ from shardline.server.errors import ApiError, internal_error
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.responses.writer import ResponseObject, ResponseWriter
 from shardline.server.openai.whole_answer import wait_finished
-from shardline.server.stream_comments import COMMENT, COMMENT_SECONDS
+from shardline.server.sse import COMMENT, COMMENT_SECONDS
 
 logger = logging.getLogger(__name__)
 
