@@ -11,7 +11,8 @@ from starlette.responses import Response
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel, StrictRoute
-from shardline.server.openai.chat.conversation import ConversationFields, Messages
+from shardline.server.openai.chat.conversation import ConversationFields
+from shardline.server.openai.chat.messages import Messages
 from shardline.server.openai.protocol import TokenIds
 from shardline.server.prompts import decode_tokens, encode_text, most_encoded
 from shardline.server.service import Service

@@ -10,7 +10,8 @@ import msgspec
 from shardline.api.pooling import Pooler, PoolingParams, PoolingTask, Values, pooling_request
 from shardline.api.prompts import EncodedPrompt
 from shardline.server.errors import bad_request
-from shardline.server.openai.chat.conversation import ConversationFields, Messages
+from shardline.server.openai.chat.conversation import ConversationFields
+from shardline.server.openai.chat.messages import Messages
 from shardline.server.openai.completions.request import PromptValue, encode_prompt, list_prompts
 from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import IgnoredFields

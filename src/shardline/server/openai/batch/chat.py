@@ -15,7 +15,7 @@ from starlette.responses import Response
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.conversation import Messages
+from shardline.server.openai.chat.messages import Messages
 from shardline.server.openai.chat.request import ChatRequest, prepare_chat
 from shardline.server.openai.chat.shapes import ChatResponse
 from shardline.server.openai.chat.writer import ChatWriter

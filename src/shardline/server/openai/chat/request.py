@@ -15,7 +15,8 @@ from shardline.server.openai.answer_form import FORM_NAMES
 from shardline.server.openai.answer_format import AnswerFormat, thinking_budget
 from shardline.server.openai.answer_parts import check_top_logprobs
 from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
-from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
+from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat
+from shardline.server.openai.chat.messages import Messages
 from shardline.server.openai.protocol import SamplingFields, TokenIds, refuse_if
 from shardline.server.prompts import decode_tokens, most_encoded
 from shardline.server.service import Service

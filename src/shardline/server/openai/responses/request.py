@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from shardline.server.errors import bad_request, require_value
 from shardline.server.json_body import RequestModel
 from shardline.server.openai.answer_form import ResponseFormat
-from shardline.server.openai.chat.conversation import MAX_MESSAGES, ChatMessage, ConversationFields, read_effort
+from shardline.server.openai.chat.conversation import ConversationFields, read_effort
 from shardline.server.openai.chat.custom_tools import as_function
+from shardline.server.openai.chat.messages import MAX_MESSAGES, ChatMessage
 from shardline.server.openai.chat.tools import MAX_TOOLS, Tool
 from shardline.server.openai.ignored_fields import check_metadata
 from shardline.server.openai.protocol import CHAT_AND_COMPLETION_FIELDS, SamplingFields, refuse_if

@@ -18,7 +18,7 @@ from shardline.server.json_body import StrictRoute
 from shardline.server.openai.answer_format import thinking_budget
 from shardline.server.openai.answer_parts import check_top_logprobs
 from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
-from shardline.server.openai.chat.conversation import ChatMessage
+from shardline.server.openai.chat.messages import ChatMessage
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.responses.background import BackgroundRun
 from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
