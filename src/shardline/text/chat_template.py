@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shardline.sandbox.worker import WorkerEnded
-from shardline.text.chat_messages import (
-    MAX_RENDERED_CHARS,
-    REFUSED,
-    Message,
-    Render,
-    encode_job,
-)
+from shardline.text.chat_messages import Message
 from shardline.text.model_files import read_chat_templates
+from shardline.text.template_jobs import JOB_ENCODER, MAX_RENDERED_CHARS, REFUSED, Render
 from shardline.text.template_sandbox import compile_templates, explain_limit
 
 MAX_RENDER_SECONDS = 2.0
@@ -114,7 +109,7 @@ class ChatTemplate:
         }
         try:
             job = Render(name, chat.messages, values, MAX_RENDERED_CHARS, chat.template, self.content_as_parts)
-            return encode_job(job)
+            return JOB_ENCODER.encode(job)
         except (TypeError, RecursionError) as error:
             raise ValueError(f"messages, tools and variables of a chat must be JSON: {error}") from error
 

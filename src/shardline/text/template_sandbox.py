@@ -11,7 +11,7 @@ from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.pool import Pool
 from shardline.sandbox.worker import WorkerEnded
-from shardline.text.chat_messages import Compile, Compiled, encode_job
+from shardline.text.template_jobs import JOB_ENCODER, Compile, Compiled
 
 MAX_COMPILE_SECONDS = 5.0
 MAX_BYTES = 256 << 20
@@ -26,7 +26,7 @@ def compile_templates(sources: Mapping[str, str]) -> tuple[Pool, bool]:
     Raises:
         ValueError: a template does not parse, or compiling it hits a limit.
     """
-    job = encode_job(Compile(dict(sources)))
+    job = JOB_ENCODER.encode(Compile(dict(sources)))
     pool = Pool(_SANDBOX, Setup(job, MAX_COMPILE_SECONDS))
     try:
         compiled = msgspec.json.decode(pool.run_blocking(job, MAX_COMPILE_SECONDS), type=Compiled)
