@@ -13,8 +13,8 @@ import pytest
 import shardline
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.engines import EngineEvent
+from shardline.api.errors import EngineDead, EngineDraining, QueueFull
 from shardline.api.outputs import RequestOutput
-from shardline.api.requests import EngineDead, EngineDraining, QueueFull
 from shardline.api.streams import Inbox
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed

@@ -14,12 +14,12 @@ import pytest
 from shardline.api import engines
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.engines import Client, EngineEvent, EngineRestarted, RestartFailed
+from shardline.api.errors import EngineDead, EngineRecovering
 from shardline.api.failover import RESTART_WINDOW, RestartLimit
 from shardline.api.llm import LLM
 from shardline.api.outputs import RequestOutput
 from shardline.api.quarantine import ONE_CUT, SUSPECT_AFTER, RunningChoice
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, EngineRecovering
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs, EngineReady
 from shardline.messages.request import SequenceOutput

@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from shardline.api.adapters import LoRARequest
 from shardline.api.batch import BatchRunner
+from shardline.api.errors import EngineDead
 from shardline.api.llm import LLM
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.prompts import Prompt
-from shardline.api.requests import EngineDead
 from shardline.config.engine import EngineConfig
 from shardline.metrics.reader import Counter, Gauge, Histogram
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from shardline.api.engines import Client, EngineEvent
+from shardline.api.errors import EngineDead, QueueFull
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, QueueFull, RequestBuilder
+from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.messages.engine import EngineFailed, EngineOutputs
 from shardline.messages.kv_events import AllBlocksCleared, BlockStored

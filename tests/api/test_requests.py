@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardline.api.requests import ContextLengthExceeded, RequestBuilder
+from shardline.api.errors import ContextLengthExceeded
+from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from tests.api.fake_engine import load_text

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from shardline.text.chat_template import ChatTemplate, Conversation
-from shardline.text.detokenizer import make_detokenizer
 from shardline.text.tokenizer import Tokenizer
 
 _PIECES = [
@@ -33,7 +32,7 @@ def test_ids_and_streams_of_5000_texts(tokenizer: Tokenizer, their_tokenizer: An
         ids = tokenizer.encode_text(text, add_special_tokens=False)
         assert ids == their_tokenizer.encode(text, add_special_tokens=False), text
         cut, pieces = rng.randint(0, len(ids)), []
-        detokenizer = make_detokenizer(tokenizer, ids[:cut], skip_special_tokens=False)
+        detokenizer = tokenizer.detokenizer(ids[:cut], skip_special_tokens=False)
         start = cut
         while start < len(ids):
             size = rng.randint(1, 4)

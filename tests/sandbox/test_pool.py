@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from shardline.sandbox import blocking
 from shardline.sandbox import pool as pools
+from shardline.sandbox.blocking import Setup
 from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
-from shardline.sandbox.pool import Pool, Setup
+from shardline.sandbox.pool import Pool
 from shardline.sandbox.worker import WorkerEnded
 from tests.sandbox.test_sandbox import MEMORY, wait_until_gone
 
@@ -79,7 +81,8 @@ def test_large_jobs_and_answers(pool):
 
 @pytest.mark.parametrize(("job", "limit"), [("spin", Limit.TIME), ("fill", Limit.MEMORY), ("overflow", Limit.STACK)])
 def test_a_job_that_exceeds_a_limit_costs_its_worker_only(monkeypatch, pool, job, limit):
-    monkeypatch.setattr(pools, "_WALL_FACTOR", 100)  # a busy machine gives long jobs little time
+    for module in (pools, blocking):
+        monkeypatch.setattr(module, "WALL_FACTOR", 100)  # a busy machine gives long jobs little time
 
     async def main() -> None:
         with pytest.raises(WorkerEnded) as ended:
@@ -154,7 +157,7 @@ def test_a_nursery_that_is_killed_or_stuck_starts_again(monkeypatch, sandbox, po
     pool.close()
     fresh = Pool(sandbox)
     with monkeypatch.context() as patch:
-        patch.setattr(pools, "_START_SECONDS", 3.0)
+        patch.setattr(pools, "START_SECONDS", 3.0)
         assert asyncio.run(ask(fresh, "c")) == "c"
     assert sandbox.pid != stuck
     assert wait_until_gone([stuck])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shardline.sandbox.blocking import receive_blocking
 from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.worker import Worker, WorkerEnded
@@ -37,7 +38,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 def ask(worker: Worker, job: str, seconds: float = 5.0) -> str:
     worker.send(job.encode(), seconds)
-    return worker.receive(20.0).decode()
+    return receive_blocking(worker, 20.0).decode()
 
 
 def runs(pid: int) -> bool:
@@ -93,7 +94,7 @@ def test_a_worker_that_neither_answers_nor_computes_is_killed(sandbox):
         pid = int(ask(worker, "pid"))
         worker.send(b"sleep", 1.0)
         with pytest.raises(WorkerEnded):
-            worker.receive(0.1)
+            receive_blocking(worker, 0.1)
         assert wait_until_gone([pid])
 
 
@@ -127,9 +128,10 @@ def test_the_nursery_starts_again():
 
 def test_nothing_outlives_a_client_that_is_killed_even_if_it_was_stopped():
     code = (
-        "import time; from shardline.sandbox.client import Sandbox\n"
+        "import time; from shardline.sandbox.blocking import receive_blocking\n"
+        "from shardline.sandbox.client import Sandbox\n"
         "s = Sandbox('tests.sandbox.service', title='t', memory=1 << 26); w = s.fork(); w.send(b'pid', 1.0)\n"
-        "print(w.receive(20.0).decode(), s.pid, flush=True); time.sleep(60)"
+        "print(receive_blocking(w, 20.0).decode(), s.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None

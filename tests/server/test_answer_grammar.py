@@ -11,10 +11,10 @@ import tokenizers
 
 from shardline.checkpoints.hub import DEMO_FOLDER
 from shardline.server.errors import ApiError
+from shardline.server.openai.answer_form import ResponseFormat
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.chat.tools import FunctionDefinition, ToolUse
-from shardline.server.openai.protocol import ResponseFormat
 from shardline.structured.checks import GrammarChecks
 from shardline.structured.compiler import GrammarCompiler
 from shardline.text.reasoning_parsers import find_reasoning_parser

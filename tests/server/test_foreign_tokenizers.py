@@ -46,12 +46,12 @@ def test_a_text_on_which_the_tokenizer_fails_is_answered_400(backend: tokenizers
     ]
     with serve(ServerConfig()) as running, running.http() as http:
         own = running.service.require_tokenizer()
-        own._backend, good = backend, own._backend
+        own.backend, good = backend, own.backend
         for path, body in requests:
             answer: httpx.Response = http.post(path, json=body)
             assert answer.status_code == 400, (path, answer.text)
             assert "the tokenizer failed" in answer.json()["error"]["message"]
-        own._backend = good
+        own.backend = good
         assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
 
 

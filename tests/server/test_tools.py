@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from shardline.config.server import ServerConfig
-from shardline.server.openai.chat.conversation import ChatMessage
+from shardline.server.openai.chat.messages import ChatMessage
 from shardline.server.openai.chat.tools import Tool, _warn_of_unknown_format
 from shardline.text.tokenizer import Tokenizer
 from tests.server.conftest import Running, serve

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.text.detokenizer import make_detokenizer
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.window_detokenizer import WindowDetokenizer
 from tests.text import builders
@@ -20,7 +19,7 @@ GEMMA = builders.tokenizer(builders.gemma_json())
 
 
 def stream(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
-    detokenizer = make_detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=skip)
     return [*(detokenizer.add_tokens(piece) for piece in pieces), detokenizer.flush_text()]
 
 

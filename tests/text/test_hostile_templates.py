@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardline.text import chat_template
-from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
+from shardline.text import chat_template, template_sandbox
+from shardline.text.chat_prompt import render_and_encode_async
+from shardline.text.chat_template import ChatTemplate, Conversation
 from tests.text import builders
 from tests.text.builders import render
 
@@ -83,7 +84,7 @@ def test_constants_are_not_computed_before_the_template_runs(part: str) -> None:
 
 
 def test_a_template_that_cannot_be_compiled_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(template_sandbox, "MAX_COMPILE_SECONDS", 0.2)
     with pytest.raises(ValueError, match=r"chat template \(default\) cannot be compiled: it took more than 0.2 s"):
         ChatTemplate("".join(f"{{% if x == {i} %}}{{{{ y.a{i} }}}}{{% endif %}}" for i in range(100_000)))
     with pytest.raises(ValueError, match=r"chat template \(tool_use\) is broken"):

@@ -11,7 +11,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
+from shardline.text.chat_prompt import render_and_encode
+from shardline.text.chat_template import ChatTemplate, Conversation
 from shardline.text.spelled_tokens import Marks
 from shardline.text.tokenizer import Tokenizer
 from tests.text import builders
@@ -131,7 +132,7 @@ def test_no_text_adds_a_special_token(name: str, texts: list[str], shout: bool, 
 def test_without_spelled_tokens_the_ids_are_the_tokenizers(name: str, text: str, add: bool) -> None:
     tokenizer = TOKENIZERS[name]
     text = text.lower() if name == "lower-case" else text  # other spellings are never the template's
-    assert tokenizer.spelled.encode(text, Marks([]), add) == tokenizer.encode_text(text, add)
+    assert tokenizer.spelled.encode(Marks([]), text, add) == tokenizer.encode_text(text, add)
 
 
 def test_a_spelled_token_is_encoded_as_its_characters() -> None:

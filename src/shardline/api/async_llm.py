@@ -5,68 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
-from shardline.api.adapters import Adapters, LoRARequest
+from shardline.api.adapters import LoRARequest
 from shardline.api.engines import Connect, EngineEvent
-from shardline.api.model_text import ModelText, load_model_text
+from shardline.api.errors import EngineDead, EngineDraining
+from shardline.api.model_text import ModelText, ReadyModel, load_model_text
 from shardline.api.outputs import Deltas, RequestOutput
-from shardline.api.pooling import Pooler
 from shardline.api.prompts import Prompt
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, EngineDraining, RequestBuilder
 from shardline.api.resume import PromptSoFar
 from shardline.api.streams import Inbox, RequestStream, Streams
 from shardline.config.engine import EngineConfig
-from shardline.config.lora import LoRAConfig
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.request import AdapterRef
 from shardline.messages.stats import EngineStats
 from shardline.messages.worker import RankReport
 from shardline.sampling_params import RequestOutputKind, SamplingParams
 from shardline.structured.checks import GrammarChecks
-from shardline.text.chat_template import ChatTemplate
-from shardline.text.tokenizer import Tokenizer
 
 State = Literal["starting", "ready", "recovering", "draining", "dead"]
-
-
-@dataclass(frozen=True)
-class ReadyModel:
-    """What there is once every replica accepts requests."""
-
-    tokenizer: Tokenizer | None
-    """None: prompts must be token ids."""
-    chat_template: ChatTemplate | None
-    """None: the model does not support chats."""
-    max_model_len: int
-    """The longest prompt with its answer, in tokens."""
-    block_size: int
-    """Tokens in a block of the KV cache."""
-    contract: NumericContract
-    """Equal contracts mean equal answers."""
-    fingerprint: str
-    """The contract's name."""
-    max_concurrency: float
-    """How many requests of `max_model_len` tokens the KV cache of a replica holds at once."""
-    report: list[str]
-    """The lines of the engines about their start."""
-    builder: RequestBuilder
-    streams: Streams
-    pooler: Pooler | None
-    """What becomes of prompts that are not continued; None: prompts are continued."""
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters of requests that leave them out; see `ModelText`."""
-    adapters: Adapters = field(default_factory=lambda: Adapters(LoRAConfig(), None))
-    """Those that requests may name."""
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """What it can be asked for: to generate, or those of its pooler."""
-        return ("generate",) if self.pooler is None else self.pooler.tasks
 
 
 class AsyncLLM:
@@ -129,22 +88,7 @@ class AsyncLLM:
             await self.close(str(error) or "the start was cancelled")
             await asyncio.gather(engines, reading, return_exceptions=True)
             raise
-        max_model_len = min(replica.max_model_len for replica in ready)
-        self._ready = ReadyModel(
-            text.tokenizer,
-            text.chat_template,
-            max_model_len,
-            ready[0].block_size,
-            ready[0].contract,
-            ready[0].fingerprint,
-            ready[0].max_concurrency,
-            [line for replica in ready for line in replica.report],
-            text.request_builder(self.config, max_model_len, ready[0].contract),
-            Streams(self._replicas, text.tokenizer),
-            text.pooler,
-            text.sampling_defaults,
-            text.adapters,
-        )
+        self._ready = text.ready_model(self.config, ready, Streams(self._replicas, text.tokenizer))
         self._inbox.open(loop)
 
     async def __aenter__(self) -> AsyncLLM:

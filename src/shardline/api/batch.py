@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shardline.api.engines import EngineEvent
+from shardline.api.errors import EngineDead
 from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
-from shardline.api.requests import EngineDead, PreparedRequest
+from shardline.api.requests import PreparedRequest
 
 T = TypeVar("T")
 Events = queue.SimpleQueue[tuple[int, EngineEvent] | None]

@@ -19,7 +19,6 @@ from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.prompts import Prompt
 from shardline.messages.request import AdapterRef, TokenLogprobs
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams, wrong_type
-from shardline.text.detokenizer import make_detokenizer
 from shardline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ class BeamSearch:
     def _choice(self, index: int, beam: Beam, tokenizer: Tokenizer, top_logprobs: int | None) -> CompletionOutput:
         params, ids, logprobs = self._params, beam.token_ids, beam.logprobs
         stopped = beam.finish_reason == "stop"
-        detokenizer = make_detokenizer(tokenizer, self._prompt, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = tokenizer.detokenizer(self._prompt, skip_special_tokens=params.skip_special_tokens)
         text = detokenizer.add_tokens(ids[:-1] if stopped else ids) + detokenizer.flush_text()
         if stopped and not params.include_stop_str_in_output:
             ids, logprobs = ids[:-1], logprobs[:-1]

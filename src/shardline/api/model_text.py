@@ -1,9 +1,10 @@
-"""What the front reads from the model's files: tokenizer, chat template and vocabulary; no weights, no torch."""
+"""The model as the front knows it: what it reads from the files, without weights and torch, and what there is once
+engines are ready."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,12 @@ import msgspec
 from shardline.api.adapters import Adapters
 from shardline.api.pooling import Pooler, check_pooling
 from shardline.api.requests import RequestBuilder
+from shardline.api.streams import Streams
 from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.config.fields import json_object
 from shardline.config.lora import LoRAConfig
 from shardline.deployment.fingerprint import NumericContract
+from shardline.messages.engine import EngineReady
 from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
@@ -57,6 +60,59 @@ class ModelText:
             has_watermark=config.model.watermark is not None,
             contract=contract,
         )
+
+    def ready_model(self, config: EngineConfig, engines: Sequence[EngineReady], streams: Streams) -> ReadyModel:
+        """The model that these engines serve; `streams`: of their outputs."""
+        max_model_len = min(engine.max_model_len for engine in engines)
+        first = engines[0]
+        return ReadyModel(
+            self.tokenizer,
+            self.chat_template,
+            max_model_len,
+            first.block_size,
+            first.contract,
+            first.fingerprint,
+            first.max_concurrency,
+            [line for engine in engines for line in engine.report],
+            self.request_builder(config, max_model_len, first.contract),
+            streams,
+            self.pooler,
+            self.sampling_defaults,
+            self.adapters,
+            ("generate",) if self.pooler is None else self.pooler.tasks,
+        )
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """What there is once every replica accepts requests."""
+
+    tokenizer: Tokenizer | None
+    """None: prompts must be token ids."""
+    chat_template: ChatTemplate | None
+    """None: the model does not support chats."""
+    max_model_len: int
+    """The longest prompt with its answer, in tokens."""
+    block_size: int
+    """Tokens in a block of the KV cache."""
+    contract: NumericContract
+    """Equal contracts mean equal answers."""
+    fingerprint: str
+    """The contract's name."""
+    max_concurrency: float
+    """How many requests of `max_model_len` tokens the KV cache of a replica holds at once."""
+    report: list[str]
+    """The lines of the engines about their start."""
+    builder: RequestBuilder
+    streams: Streams
+    pooler: Pooler | None
+    """What becomes of prompts that are not continued; None: prompts are continued."""
+    sampling_defaults: Mapping[str, Any]
+    """Sampling parameters of requests that leave them out; see `ModelText`."""
+    adapters: Adapters
+    """Those that requests may name."""
+    tasks: tuple[str, ...]
+    """What it can be asked for: to generate, or those of its pooler."""
 
 
 _SAMPLING_KEYS = (

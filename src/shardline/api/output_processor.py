@@ -16,7 +16,6 @@ from shardline.messages.request import FinishReason, Request, SequenceOutput
 from shardline.messages.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
 from shardline.receipts.receipt import make_receipt
 from shardline.sampling_params import SamplingParams
-from shardline.text.detokenizer import make_detokenizer
 from shardline.text.stop_strings import StopMatcher
 from shardline.text.tokenizer import Tokenizer
 
@@ -39,8 +38,7 @@ class ChoiceState:
         self.output = output
         self._params = params
         self._detokenizer = (
-            make_detokenizer(
-                tokenizer,
+            tokenizer.detokenizer(
                 request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 shown_token_ids=request.shown_token_ids,

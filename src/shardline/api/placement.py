@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from shardline.api.chooser import Chooser
 from shardline.api.engines import Client
 from shardline.api.quarantine import Quarantine, ReplicaState, RunningChoice
 from shardline.messages.engine import EngineOutputs
 from shardline.messages.request import Request, SequenceOutput
 from shardline.messages.stats import EngineStats
 from shardline.routing.policies.base import ReplicaLoad
-from shardline.routing.router import CHUNK_TOKENS, Router
 
-_PACE_STEPS = 16
-"""Over fewer steps, their times say little."""
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +33,7 @@ class Placement:
         self.quarantine = Quarantine()
         self._replicas = replicas
         self._max_running = max_running
-        self._router = Router(policy, caches=caches) if len(replicas) > 1 else None
+        self._chooser = Chooser(policy, caches=caches) if len(replicas) > 1 else None
         """None: there is nothing to choose."""
         self._replica_of: dict[str, int] = {}
         self._unplaced: dict[str, RunningChoice] = {}
@@ -70,10 +68,11 @@ class Placement:
         open_replicas = self.open_replicas()
         if not open_replicas:
             self._unplaced |= {choice.request.request_id: choice for choice in choices}
-        elif self._router is None:
+        elif self._chooser is None:
             self._send(choices, open_replicas[0])
         else:
-            self._send(choices, self._choose(self._router, choices[0], open_replicas))
+            loads = [self._replicas[index].load(index, self._max_running) for index in open_replicas]
+            self._send(choices, self._chooser.choose(choices[0], loads, [replica.stats for replica in self._replicas]))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop choices where they are. Unknown ids are ignored."""
@@ -95,8 +94,8 @@ class Placement:
     def note_outputs(self, index: int, event: EngineOutputs) -> Sequence[SequenceOutput]:
         """Keep new tokens of a replica; returns the outputs as they would be if nothing had failed."""
         replica = self._replicas[index]
-        if event.kv_events and self._router is not None:
-            self._router.kv.apply(index, 0, event.kv_events)
+        if self._chooser is not None:
+            self._chooser.note_outputs(index, event)
         outputs = replica.note_outputs(event.outputs)
         for output in outputs:
             if output.finish_reason is not None:
@@ -109,9 +108,8 @@ class Placement:
 
     def lose_replica(self, index: int) -> tuple[list[RunningChoice], RunningChoice | None]:
         """The choices of a replica that is lost, which are now nowhere, and the one of them that was alone on it."""
-        if self._router is not None:
-            self._router.forget_replica(index)
-            self._router.kv.forget(index)
+        if self._chooser is not None:
+            self._chooser.lose_replica(index)
         lost = self._replicas[index].take_choices()
         for choice in lost:
             del self._replica_of[choice.request.request_id]
@@ -119,8 +117,8 @@ class Placement:
 
     def forget_prefixes(self, index: int) -> None:
         """Note that nothing is left in the prefix cache of a replica."""
-        if self._router is not None:
-            self._router.forget_replica(index)
+        if self._chooser is not None:
+            self._chooser.forget_prefixes(index)
 
     def let_wait(self, choices: Sequence[RunningChoice]) -> None:
         """Let choices wait that are nowhere."""
@@ -158,17 +156,6 @@ class Placement:
             for choice in waiting.values():
                 self.place([choice])
 
-    def _choose(self, router: Router, choice: RunningChoice, open_replicas: Sequence[int]) -> int:
-        """The replica that the router policy chooses for a choice and those of the same prompt."""
-        loads = [self._replicas[index].load(index, self._max_running) for index in open_replicas]
-        for index in open_replicas:
-            if (pace := self._replicas[index].take_pace()) is not None:
-                router.paces.add(index, *pace)
-        request = choice.request
-        decision = router.decide(request.prompt_token_ids, request.cache_salt, loads, model=request.variant)
-        choice.pending_chunks = decision.cost
-        return decision.number
-
     def _send(self, choices: Sequence[RunningChoice], index: int) -> None:
         self._replica_of |= {choice.request.request_id: index for choice in choices}
         try:
@@ -204,8 +191,6 @@ class Replica:
     """It failed with its host, so it may be away for long."""
     leaving: set[str] = field(default_factory=set)
     """Choices that the engine was told to abort, since they are to go on elsewhere."""
-    _paced: EngineStats = field(default_factory=EngineStats)
-    """The counters when `take_pace` last looked."""
 
     def estimate_waiting(self, max_running: int) -> int:
         """About how many of its requests wait: all beyond `max_running`, or as many as it last reported."""
@@ -214,18 +199,6 @@ class Replica:
     def load(self, index: int, max_running: int) -> ReplicaLoad:
         """The replica as router policies see it."""
         return ReplicaLoad(len(self.in_flight), self.tokens, index, max_running, pending_chunks=self.pending_chunks)
-
-    def take_pace(self) -> tuple[int, float, float] | None:
-        """The steps since the last look, chunks of prompts in them, and their seconds; None: they are few."""
-        now, before = self.stats, self._paced
-        steps = now.num_steps - before.num_steps
-        if 0 <= steps < _PACE_STEPS:
-            return None
-        self._paced = now
-        if steps < 0:
-            return None  # another engine counts
-        prompts, hits = now.prompt_tokens - before.prompt_tokens, now.prefix_hits - before.prefix_hits
-        return steps, max(0, prompts - hits) / CHUNK_TOKENS, now.step_seconds - before.step_seconds
 
     def add_choices(self, choices: Sequence[RunningChoice]) -> None:
         """Hand choices to the engine.

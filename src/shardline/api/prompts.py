@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
+from shardline.api.prompt_embeds import join_parts, rows_of
 from shardline.messages.request import PromptEmbeds
 
 
@@ -98,3 +99,22 @@ def type_of(value: Any) -> str:
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     return f"{name}: give its .tolist()" if hasattr(value, "tolist") else name
+
+
+def read_prompt(prompt: Prompt, embeds_size: int, *, takes_embeds: bool) -> str | EncodedPrompt:
+    """The prompt; a text has not been encoded yet. `embeds_size` and `takes_embeds`: see `RequestBuilder`.
+
+    Raises:
+        ValueError: the prompt has none of the known forms, or its tensor is refused.
+    """
+    values: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+    if values.get("prompt_embeds") is None:
+        text, ids = split_prompt(prompt)
+        if ids is not None:
+            return EncodedPrompt(ids, text=text)
+        assert text is not None
+        return text
+    if unknown := values.keys() - {"prompt_embeds", "prompt"}:
+        raise ValueError(f"a prompt with prompt_embeds cannot have {sorted(unknown)[0]!r} too")
+    ids, embeds = join_parts([rows_of(values["prompt_embeds"], embeds_size, enabled=takes_embeds)])
+    return EncodedPrompt(ids, embeds, values.get("prompt"))

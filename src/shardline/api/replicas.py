@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shardline.api.engines import Connect, EngineEvent, Engines
+from shardline.api.errors import EngineDead, EngineRecovering, QueueFull
 from shardline.api.failover import Failover
 from shardline.api.placement import Placement, Replica, why_all_failed
 from shardline.api.quarantine import RunningChoice
-from shardline.api.requests import EngineDead, EngineRecovering, QueueFull
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.messages.engine import EngineOutputs

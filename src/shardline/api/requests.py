@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
+from shardline.api.errors import ContextLengthExceeded, RequestDiffers
 from shardline.api.logprob_counts import LogprobCounts
-from shardline.api.prompt_embeds import embeds_digest, join_parts, rows_of
-from shardline.api.prompts import EncodedPrompt, Prompt, split_prompt
-from shardline.api.resume import ChoiceSoFar, PromptSoFar, RequestDiffers, request_digest
+from shardline.api.prompt_embeds import embeds_digest
+from shardline.api.prompts import EncodedPrompt, Prompt, read_prompt
+from shardline.api.resume import ChoiceSoFar, PromptSoFar, request_digest
 from shardline.deployment.fingerprint import NumericContract
 from shardline.messages.request import AdapterRef, Constraints, PromptEmbeds, Request
 from shardline.sampling_params import RequestOutputKind, SamplingParams
@@ -35,26 +35,6 @@ ADAPTER_SALT = "adapter".ljust(MAX_SALT_CHARS + 1)
 """Begins the salts of prompts that an adapter computes, in the same way."""
 _WIRE_ENCODER = msgspec.msgpack.Encoder()
 _WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
-
-
-class ContextLengthExceeded(ValueError):
-    """The prompt leaves no room for output (HTTP 400, code context_length_exceeded)."""
-
-
-class QueueFull(Exception):
-    """Too many requests are waiting; the client should try again later (HTTP 429)."""
-
-
-class EngineDead(RuntimeError):
-    """No replica is left to run the request (HTTP 503); the message says why."""
-
-
-class EngineRecovering(RuntimeError):
-    """Every replica has failed, and at least one restarts; the client should try again later (HTTP 503)."""
-
-
-class EngineDraining(RuntimeError):
-    """The engine finishes its requests and accepts no new ones (HTTP 503)."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +114,12 @@ class RequestBuilder:
             RequestDiffers: where it began, it was another request.
             ValueError: the prompt or a parameter does not fit the model; the message says what would.
         """
-        given = self.read_prompt(prompt)
-        if isinstance(given, str):
-            given = EncodedPrompt(self.require_tokenizer().encode_text(given), text=given)
-        ids, embeds = given.token_ids, given.embeds
+        if not isinstance(prompt, EncodedPrompt):
+            given = read_prompt(prompt, self.embeds_size, takes_embeds=self.takes_embeds)
+            if isinstance(given, str):
+                given = EncodedPrompt(self.require_tokenizer().encode_text(given), text=given)
+            prompt = given
+        ids, embeds = prompt.token_ids, prompt.embeds
         if embeds is not None and (params.prompt_logprobs, params.truncate_prompt_tokens) != (None, None):
             raise ValueError("prompt_logprobs and truncate_prompt_tokens are not compatible with prompt_embeds")
         if (count := params.truncate_prompt_tokens) is not None:
@@ -207,7 +189,7 @@ class RequestBuilder:
             for choice in range(params.n)
         ]
         contract = self.contract if params.receipt else None
-        return PreparedRequest(request_id, given.text, ids, params, children, shown_token_ids, so_far, contract)
+        return PreparedRequest(request_id, prompt.text, ids, params, children, shown_token_ids, so_far, contract)
 
     def _check_receipt(self, embeds: PromptEmbeds | None) -> None:
         if self.contract is None or self.contract.numerics.startswith("fast"):
@@ -220,29 +202,15 @@ class RequestBuilder:
         """Counts the log probabilities that requests ask for."""
         return LogprobCounts(self.vocab_size, self.max_logprobs)
 
-    def read_prompt(self, prompt: Prompt) -> str | EncodedPrompt:
-        """The prompt; a text has not been encoded yet.
+    async def encode_prompt(self, prompt: Prompt) -> EncodedPrompt:
+        """The prompt as ids, without holding up the event loop for long.
 
         Raises:
             ValueError: the prompt has none of the known forms, or its tensor is refused.
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
-        values: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-        if values.get("prompt_embeds") is None:
-            text, ids = split_prompt(prompt)
-            if ids is not None:
-                return EncodedPrompt(ids, text=text)
-            assert text is not None
-            return text
-        if unknown := values.keys() - {"prompt_embeds", "prompt"}:
-            raise ValueError(f"a prompt with prompt_embeds cannot have {sorted(unknown)[0]!r} too")
-        ids, embeds = join_parts([rows_of(values["prompt_embeds"], self.embeds_size, enabled=self.takes_embeds)])
-        return EncodedPrompt(ids, embeds, values.get("prompt"))
-
-    async def encode_prompt(self, prompt: Prompt) -> EncodedPrompt:
-        """As `read_prompt`, encoded without holding up the event loop for long."""
-        given = self.read_prompt(prompt)
+        given = read_prompt(prompt, self.embeds_size, takes_embeds=self.takes_embeds)
         if isinstance(given, EncodedPrompt):
             return given
         return EncodedPrompt(await self.require_tokenizer().encode_text_async(given), text=given)

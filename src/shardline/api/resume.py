@@ -16,10 +16,6 @@ UNKNOWN_SCORE = TokenLogprobs(0.0, 1, [], [])
 """In place of the log probabilities of tokens that were reported elsewhere."""
 
 
-class RequestDiffers(ValueError):
-    """The request would not be here what it was where it began (HTTP 409)."""
-
-
 class ChoiceSoFar(msgspec.Struct, forbid_unknown_fields=True):
     """What has been reported of a choice."""
 

@@ -29,8 +29,8 @@ from shardline.server.middleware import (
     BodyLimitMiddleware,
     InFlight,
     SlashMiddleware,
-    cors,
 )
+from shardline.server.user_middleware import cors
 
 
 def create_app(fleet: Fleet, config: RouterConfig, server: ServerConfig, keys: ApiKeys, in_flight: InFlight) -> ASGIApp:

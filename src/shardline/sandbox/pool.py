@@ -9,6 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardline.sandbox.blocking import (
+    NICE,
+    START_SECONDS,
+    WALL_FACTOR,
+    Setup,
+    exchange_blocking,
+    fork_blocking,
+)
 from shardline.sandbox.client import Sandbox
 from shardline.sandbox.confinement import Limit
 from shardline.sandbox.nursery import REQUEST
@@ -20,20 +28,6 @@ _MOST_WORKERS = 16
 """Jobs at once. Long jobs do not count as short ones, so that no client makes others wait with a few of them."""
 _SHORT_SECONDS = 0.05
 """A job that takes longer is a long one: it runs when nothing else wants the processor."""
-_NICE = 5
-"""The niceness of workers: requests that run already go first."""
-_WALL_FACTOR = 5
-"""How much longer than its time on the processor a job may take: the machine may be busy."""
-_START_SECONDS = 15.0
-"""A worker begins in this time, or its nursery is stuck."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A job that every worker does first. Its answer counts for nothing."""
-
-    body: bytes
-    seconds: float
 
 
 class Pool:
@@ -112,11 +106,11 @@ class Pool:
         self._turns.note_long(turn)
 
     def _run_once_blocking(self, body: bytes, seconds: float, is_retry: bool = False) -> bytes:
-        worker = (None if is_retry else self._take_idle()) or self._fork_blocking()
+        worker = (None if is_retry else self._take_idle()) or fork_blocking(self._sandbox, self._setup)
         self._busy.add(worker)
         keep = False
         try:
-            answer = _exchange_blocking(worker, body, seconds)
+            answer = exchange_blocking(worker, body, seconds)
             keep = True
             return answer
         finally:
@@ -149,7 +143,7 @@ class Pool:
             worker.sock.setblocking(False)
             try:
                 if await _begin(worker):
-                    worker.yield_processor(_NICE)
+                    worker.yield_processor(NICE)
                     if self._setup is not None:
                         await _exchange(worker, self._setup.body, self._setup.seconds)
                     return worker
@@ -158,22 +152,6 @@ class Pool:
                 raise
             worker.close()
             await loop.run_in_executor(None, self._sandbox.close, nursery)
-        raise RuntimeError("a sandbox does not start")
-
-    def _fork_blocking(self) -> Worker:
-        for _ in range(2):
-            worker, nursery = self._sandbox.fork(), self._sandbox.pid
-            try:
-                if _begin_blocking(worker):
-                    worker.yield_processor(_NICE)
-                    if self._setup is not None:
-                        _exchange_blocking(worker, self._setup.body, self._setup.seconds)
-                    return worker
-            except BaseException:
-                worker.close()
-                raise
-            worker.close()
-            self._sandbox.close(nursery)
         raise RuntimeError("a sandbox does not start")
 
 
@@ -241,17 +219,9 @@ class _Turns:
 
 async def _begin(worker: Worker) -> bool:
     """Wait until a new worker has begun. False: its nursery has ended or is stuck."""
-    deadline = asyncio.get_running_loop().time() + _START_SECONDS
+    deadline = asyncio.get_running_loop().time() + START_SECONDS
     with contextlib.suppress(WorkerEnded):
         while worker.pid == 0 and await _wait_readable(worker.fileno(), deadline):
-            worker.take_answers(0.0)
-    return worker.pid != 0
-
-
-def _begin_blocking(worker: Worker) -> bool:
-    worker.sock.settimeout(_START_SECONDS)
-    with contextlib.suppress(WorkerEnded, TimeoutError):
-        while worker.pid == 0:
             worker.take_answers(0.0)
     return worker.pid != 0
 
@@ -259,7 +229,7 @@ def _begin_blocking(worker: Worker) -> bool:
 async def _exchange(worker: Worker, body: bytes, seconds: float) -> bytes:
     """The answer of an idle worker to a job; see `Pool.run`."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + _WALL_FACTOR * seconds
+    deadline = loop.time() + WALL_FACTOR * seconds
     unsent = memoryview(REQUEST.pack(seconds, len(body)) + body)
     with contextlib.suppress(ConnectionError):  # the worker has ended: `take_answers` says why
         while unsent:
@@ -274,15 +244,6 @@ async def _exchange(worker: Worker, body: bytes, seconds: float) -> bytes:
         if answers := worker.take_answers(0.0):
             return answers[0]
     raise WorkerEnded(Limit.DEADLINE)
-
-
-def _exchange_blocking(worker: Worker, body: bytes, seconds: float) -> bytes:
-    worker.sock.settimeout(_WALL_FACTOR * seconds)
-    try:
-        worker.send(body, seconds)
-    except TimeoutError:
-        raise WorkerEnded(Limit.DEADLINE) from None
-    return worker.receive(_WALL_FACTOR * seconds)
 
 
 async def _wait_readable(fd: int, deadline: float) -> bool:

@@ -52,22 +52,6 @@ class Worker:
         except TimeoutError:  # it is stopped
             self.kill()
 
-    def receive(self, timeout: float) -> bytes:
-        """The answer of the only job that was sent.
-
-        Raises:
-            WorkerEnded: the worker has ended, or has not answered in time and was killed.
-            RuntimeError: the service failed; the message is its traceback.
-        """
-        while True:
-            poll = select.poll()
-            poll.register(self.sock, select.POLLIN)
-            if not poll.poll(1000 * timeout):
-                self.kill()
-                raise WorkerEnded(Limit.DEADLINE)
-            if answers := self.take_answers():
-                return answers[0]
-
     @property
     def has_ended(self) -> bool:
         """Whether the worker has ended and all its answers were taken; never waits if the socket does not block."""

@@ -31,7 +31,6 @@ from shardline.server.middleware import (
     InFlightMiddleware,
     LoadReportMiddleware,
     SlashMiddleware,
-    cors,
     route_path,
 )
 from shardline.server.observer import RequestObserver
@@ -53,7 +52,7 @@ from shardline.server.scale_out.render import render_routes
 from shardline.server.service import Service
 from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.server.ui import page_routes
-from shardline.server.user_middleware import user_middleware
+from shardline.server.user_middleware import cors, user_middleware
 from shardline.server.window.feed import Window
 from shardline.text.special_tokens import TokenizerError
 

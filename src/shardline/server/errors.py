@@ -12,8 +12,12 @@ from starlette.responses import Response
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+RETRY_STARTING_SECONDS = 2
 RETRY_DRAINING_SECONDS = 5
 RETRY_CONNECTIONS_SECONDS = 2
+RETRY_BODIES_SECONDS = 2
+_NAMED_MODELS = 100
+"""How many names a 404 lists."""
 _EXPECTED = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -116,6 +120,64 @@ def interrupted() -> ApiError:
 def engine_dead(reason: str) -> ApiError:
     """The answer to requests after the engine's death."""
     return unavailable(f"The engine has stopped: {reason or 'its process has ended'}", "engine_dead")
+
+
+def not_ready(state: str, dead_reason: str) -> ApiError:
+    """The answer to requests while the engine's state is another one than "ready"; `dead_reason`: why it is dead."""
+    if state == "starting":
+        return unavailable("The model is still loading; try again later.", state, RETRY_STARTING_SECONDS)
+    if state == "recovering":
+        return unavailable("The engine has failed and is restarting; try again later.", state, RETRY_STARTING_SECONDS)
+    return draining() if state == "draining" else engine_dead(dead_reason)
+
+
+def generates_nothing(tasks: Sequence[str]) -> ApiError:
+    """The answer to requests for text, of a model that has these tasks instead."""
+    paths = "/v1/embeddings, /pooling" if "embed" in tasks else "/classify, /pooling"
+    return bad_request(
+        f"This server generates no text (--runner pooling): use {paths}, /score or /rerank.",
+        code="unsupported_parameter",
+    )
+
+
+def generates_text() -> ApiError:
+    """The answer to requests for embeddings or scores, of a model that generates."""
+    return bad_request(
+        "This server generates text: start one with --runner pooling for embeddings, or with a classifier "
+        "(ForSequenceClassification) for its scores.",
+        code="unsupported_parameter",
+    )
+
+
+def no_such_model(name: str, known: Sequence[str]) -> ApiError:
+    """A 404: the model `name` is not served here, but those that are `known`."""
+    served = ", ".join(f"`{one}`" for one in known[:_NAMED_MODELS]) + ", …" * (len(known) > _NAMED_MODELS)
+    return ApiError(
+        404,
+        f"The model `{name}` does not exist or you do not have access to it. Served here: {served}.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def body_too_large(limit: int) -> ApiError:
+    """A 413: a request's body has more than `limit` bytes."""
+    return ApiError(
+        413,
+        f"The request body is larger than {limit} bytes; the server's --max-request-bytes sets this limit.",
+        code="request_too_large",
+    )
+
+
+def too_many_large_bodies() -> ApiError:
+    """A 429: the server holds as many bytes of bodies as it takes."""
+    return ApiError(
+        429,
+        "The server holds too many large requests; try again later.",
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after=RETRY_BODIES_SECONDS,
+    )
 
 
 def answer_failed(reason: str) -> ApiError:

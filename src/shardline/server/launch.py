@@ -354,10 +354,11 @@ def reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterator
 
 
 def make_http_server(app: ASGIApp, config: ServerConfig, num_engines: int) -> uvicorn.Server:
-    """The HTTP server of an application, with bounds on connections; see `connections`."""
+    """The HTTP server of an application, with bounds on connections; see `acceptor` and `connections`."""
     import uvicorn
 
-    from shardline.server.connections import BoundedHttpProtocol, HttpServer, reserved_files
+    from shardline.server.acceptor import HttpServer, reserved_files
+    from shardline.server.connections import BoundedHttpProtocol
 
     ciphers: dict[str, Any] = {} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}
     return HttpServer(

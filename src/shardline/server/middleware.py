@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.api.requests import request_owner
-from shardline.config.server import ServerConfig
 from shardline.messages.stats import EngineStats
 from shardline.server.error_shapes import error_answer, error_end
-from shardline.server.errors import ApiError, internal_error
+from shardline.server.errors import ApiError, body_too_large, internal_error, too_many_large_bodies
 from shardline.server.keys import ADMIN_PREFIXES, PAGE_PREFIX, ApiKeys, owner_of
 from shardline.server.sse import STREAM_ERROR
 
@@ -45,22 +42,6 @@ IGNORED_HEADER = "X-Shardline-Ignored"
 LOAD_REPORT_HEADER = "endpoint-load-metrics-format"
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
 """Paths that need no key: probes and Prometheus read them."""
-
-
-def cors(config: ServerConfig) -> list[Middleware]:
-    """What lets pages of the allowed origins read answers; nothing if there are none."""
-    if not config.cors_origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=config.cors_methods,
-            allow_headers=config.cors_headers,
-            allow_credentials=config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
-        )
-    ]
 
 
 def route_path(scope: Scope) -> str:
@@ -217,7 +198,7 @@ class BodyLimitMiddleware:
             return
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced) > self._limit:
-            await error_answer(self._too_large(), route_path(scope))(scope, receive, send)
+            await error_answer(body_too_large(self._limit), route_path(scope))(scope, receive, send)
             return
         received = 0
 
@@ -228,28 +209,15 @@ class BodyLimitMiddleware:
             received += size
             self._num_held += size
             if received > self._limit:
-                raise self._too_large()
+                raise body_too_large(self._limit)
             if size and self._num_held > MAX_LARGE_BODIES * self._limit:
-                raise ApiError(
-                    429,
-                    "The server holds too many large requests; try again later.",
-                    type="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    retry_after=2,
-                )
+                raise too_many_large_bodies()
             return message
 
         try:
             await self._app(scope, receive_limited, send)
         finally:
             self._num_held -= received
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"The request body is larger than {self._limit} bytes; the server's --max-request-bytes sets this limit.",
-            code="request_too_large",
-        )
 
 
 class LoadReportMiddleware:

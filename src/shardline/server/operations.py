@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from shardline import __version__, env
 from shardline.server.documentation import Responses, json_answers
-from shardline.server.errors import ApiError, bad_request
+from shardline.server.errors import RETRY_STARTING_SECONDS, ApiError, bad_request
 from shardline.server.observer import MAX_REQUESTS
-from shardline.server.service import RETRY_STARTING_SECONDS, Service
+from shardline.server.service import Service
 from shardline.server.window import Cluster
 from shardline.server.window.feed import ClusterStream
 

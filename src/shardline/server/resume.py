@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shardline.api.resume import PromptSoFar, RequestDiffers
+from shardline.api.errors import RequestDiffers
+from shardline.api.resume import PromptSoFar
 from shardline.api.streams import RequestStream, watch_finish
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.sse import Events

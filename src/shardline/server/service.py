@@ -10,29 +10,30 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardline import env
-from shardline.api.prompt_embeds import Rows, decode_rows
 from shardline.checkpoints.package import usual_names
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.chat_setup import ChatSetup, make_chat_setup
-from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
+from shardline.server.errors import (
+    ApiError,
+    bad_request,
+    generates_nothing,
+    generates_text,
+    no_such_model,
+    not_ready,
+)
 from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
 from shardline.server.observer import RequestObserver
 from shardline.server.window.feed import Window
-from shardline.text.chat_template import ChatTemplate, Conversation, PromptTooLong, render_and_encode_async
+from shardline.text.chat_prompt import PromptTooLong, render_and_encode_async
+from shardline.text.chat_template import ChatTemplate, Conversation
 
 if TYPE_CHECKING:
     from shardline.api.adapters import Adapters
     from shardline.api.async_llm import AsyncLLM
     from shardline.messages.request import AdapterRef
     from shardline.text.tokenizer import Tokenizer
-
-RETRY_STARTING_SECONDS = 2
-_NAMED_MODELS = 100
-"""How many names a 404 lists."""
-_MAX_ENCODED = 65_536
-"""Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,8 @@ class Service:
             ApiError: 503.
         """
         state = self.llm.state()
-        if state == "starting":
-            raise unavailable("The model is still loading; try again later.", "starting", RETRY_STARTING_SECONDS)
-        if state == "recovering":
-            raise unavailable(
-                "The engine has failed and is restarting; try again later.", state, RETRY_STARTING_SECONDS
-            )
-        if state == "draining":
-            raise draining()
-        if state == "dead":
-            raise engine_dead(self.llm.dead_reason)
+        if state != "ready":
+            raise not_ready(state, self.llm.dead_reason)
 
     async def require_generation(self) -> None:
         """Refuse a request for text if the model embeds or classifies.
@@ -92,11 +85,7 @@ class Service:
         """
         tasks = self.llm.model.tasks
         if "generate" not in tasks:
-            paths = "/v1/embeddings, /pooling" if "embed" in tasks else "/classify, /pooling"
-            raise bad_request(
-                f"This server generates no text (--runner pooling): use {paths}, /score or /rerank.",
-                code="unsupported_parameter",
-            )
+            raise generates_nothing(tasks)
 
     async def refuse_generator(self) -> None:
         """Refuse a request for embeddings or scores if the model generates.
@@ -105,11 +94,7 @@ class Service:
             ApiError: 400.
         """
         if "generate" in self.llm.model.tasks:
-            raise bad_request(
-                "This server generates text: start one with --runner pooling for embeddings, or with a classifier "
-                "(ForSequenceClassification) for its scores.",
-                code="unsupported_parameter",
-            )
+            raise generates_text()
 
     @cached_property
     def _takes_any_name(self) -> bool:
@@ -135,14 +120,7 @@ class Service:
         if (named := self.adapters.named.get(name)) is not None:
             return named.ref
         if not self._takes_any_name:
-            known = [*self.model_names, *self.adapters.named]
-            served = ", ".join(f"`{one}`" for one in known[:_NAMED_MODELS]) + ", …" * (len(known) > _NAMED_MODELS)
-            raise ApiError(
-                404,
-                f"The model `{name}` does not exist or you do not have access to it. Served here: {served}.",
-                param="model",
-                code="model_not_found",
-            )
+            raise no_such_model(name, [*self.model_names, *self.adapters.named])
         return None
 
     def require_tokenizer(self) -> Tokenizer:
@@ -155,62 +133,10 @@ class Service:
             raise bad_request("The model has no tokenizer; send prompts to /v1/completions as token ids.")
         return self.llm.model.tokenizer
 
-    @property
-    def most_encoded(self) -> int:
-        """The most tokens of a text that is encoded although it is no whole prompt, and the most that are decoded."""
-        return max(_MAX_ENCODED, 4 * self.llm.model.max_model_len)
-
-    async def encode_prompt(self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None) -> list[int]:
-        """The token ids of a prompt; `max_tokens`: see `ConversationFields.encode_messages`.
-
-        Raises:
-            ApiError: 400, it is certainly longer than the model supports, or the model has no tokenizer.
-        """
-        tokenizer = self.require_tokenizer()
-        limit = self.llm.model.max_model_len if max_tokens is None else max_tokens
-        if len(text) > limit and await asyncio.to_thread(tokenizer.exceeds, text, limit):
-            raise self._too_long(
-                f"The prompt has {len(text)} characters, which are more than {limit} tokens.", "prompt"
-            )
-        return await tokenizer.encode_text_async(text, add_special_tokens)
-
-    def _too_long(self, message: str, param: str) -> ApiError:
+    def too_long(self, message: str, param: str) -> ApiError:
+        """A 400 that says how long the model's prompts may be."""
         length = f"This model's maximum context length is {self.llm.model.max_model_len} tokens."
         return bad_request(f"{length} {message}", param, "context_length_exceeded")
-
-    def check_top_logprobs(self, count: int) -> None:
-        """Refuse a `top_logprobs` that the engine was not started for.
-
-        Raises:
-            ApiError: 400.
-        """
-        try:
-            self.llm.model.builder.logprob_counts.count("top_logprobs", count)
-        except ValueError as error:
-            raise bad_request(str(error), "top_logprobs") from error
-
-    async def read_embeds(self, data: str, param: str = "prompt_embeds") -> Rows:
-        """The rows of hidden states that a client sends as base64.
-
-        Raises:
-            ApiError: 400, they cannot be read, or the server takes none.
-        """
-        builder = self.llm.model.builder
-        try:
-            return await asyncio.to_thread(decode_rows, data, builder.embeds_size, enabled=builder.takes_embeds)
-        except ValueError as error:
-            raise bad_request(str(error), param) from error
-
-    def decode_tokens(self, token_ids: list[int]) -> str:
-        """The text of `token_ids`, special tokens included.
-
-        Raises:
-            ApiError: 400, a number is not a token id, or the model has no tokenizer.
-        """
-        try:
-            return self.require_tokenizer().decode(token_ids, skip_special_tokens=False)
-        except OverflowError as error:
-            raise bad_request("Token ids must not be negative or larger than 32 bits.") from error
 
     async def encode_chat(self, chat: Conversation, *, max_tokens: int | None, param: str) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as token ids; see `render_and_encode`.
@@ -232,7 +158,7 @@ class Service:
                 template, tokenizer, chat, max_tokens=max_tokens, special_tokens_in_content=in_content
             )
         except PromptTooLong as error:
-            raise self._too_long(str(error), param) from error
+            raise self.too_long(str(error), param) from error
         except ValueError as error:
             raise bad_request(str(error), param) from error
 

@@ -1,4 +1,4 @@
-"""The user's own middleware, of --middleware."""
+"""The middleware that the configuration asks for: CORS, and the user's own of --middleware."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ from shardline.config.server import ServerConfig
 if TYPE_CHECKING:
     from starlette.middleware import Middleware
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+def cors(config: ServerConfig) -> list[Middleware]:
+    """What lets pages of the allowed origins read answers; nothing if there are none."""
+    from starlette.middleware import Middleware
+    from starlette.middleware.cors import CORSMiddleware
+
+    from shardline.server.middleware import IGNORED_HEADER
+
+    if not config.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=config.cors_methods,
+            allow_headers=config.cors_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
+        )
+    ]
 
 
 def load_middleware(config: ServerConfig) -> list[Any]:

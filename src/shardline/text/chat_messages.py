@@ -1,25 +1,13 @@
-"""Chat messages as templates expect them, and the jobs in which they go to a template's process.
-
-A job is the JSON of `Compile` or `Render`. The answer to the first one is the JSON of `Compiled`. The answer to the
-second one is one character and a text: `RENDERED` and the prompt, or `REFUSED` and why there is none.
-"""
+"""Chat messages as templates expect them."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
+from shardline.text.call_arguments import parsed_call
 
 Message = Mapping[str, Any]
-MAX_ARGUMENT_CHARS = 4 << 20
-MAX_ARGUMENT_VALUES = 131_072
-"""The most values in the arguments of one tool call."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-MAX_RENDERED_CHARS = 16_000_000
-RENDERED, REFUSED = b"t", b"r"
 
 
 def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -41,7 +29,7 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         copy = dict(message)
         copy["content"] = text_content(message.get("content"), index)
         if message.get("tool_calls"):
-            copy["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+            copy["tool_calls"] = [parsed_call(call) for call in message["tool_calls"]]
         normal.append(copy)
     return normal
 
@@ -65,74 +53,3 @@ def text_content(content: Any, index: int) -> str:
             raise ValueError(f"messages[{index}].content has a part of type {kind!r}; this model takes text only")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _parsed_call(call: Any) -> Any:
-    """The call with its arguments as an object, which templates print; OpenAI sends them as a JSON string."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    text = function["arguments"]
-    # A comma or bracket precedes each value, and nothing else runs while the text is parsed.
-    num_values = text.count(",") + text.count("[") + text.count("{")
-    if len(text) > MAX_ARGUMENT_CHARS or num_values > MAX_ARGUMENT_VALUES:
-        raise ValueError(
-            f"the arguments of a tool call have more than {MAX_ARGUMENT_CHARS} characters or {MAX_ARGUMENT_VALUES} "
-            "commas and brackets"
-        )
-    try:
-        arguments = json.loads(text or "{}")
-        if _SURROGATE.search(text):
-            json.dumps(arguments, ensure_ascii=False).encode()  # half of a pair cannot be encoded
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-class Compile(msgspec.Struct, tag="compile"):
-    """Compile the templates that later jobs use."""
-
-    sources: dict[str, str]
-
-
-class Compiled(msgspec.Struct):
-    """Whether the templates show tools to the model, and why they cannot be compiled (empty: they were)."""
-
-    takes_tools: bool = False
-    error: str = ""
-
-
-class Render(msgspec.Struct, tag="render"):
-    """Render a conversation with the template `name`, or with `source` if there is one."""
-
-    name: str
-    messages: Any
-    """OpenAI chat messages."""
-    variables: dict[str, Any]
-    max_chars: int
-    source: str | None = None
-    """A template of this conversation's own."""
-    as_parts: bool = False
-    """Show contents to the template as lists of one text part."""
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-_ENCODER = msgspec.json.Encoder(enc_hook=_as_json)
-
-
-def encode_job(job: Compile | Render) -> bytes:
-    """The body of a job.
-
-    Raises:
-        TypeError: something in it is not JSON.
-        ValueError: a text in it is not Unicode.
-        RecursionError: it is nested too deeply.
-    """
-    return _ENCODER.encode(job)

@@ -1,47 +1,22 @@
-"""Chat messages to prompt text and token ids, with the model's jinja template.
+"""Chat messages to prompt text, with the model's jinja template; `chat_prompt` also encodes it.
 
 A template comes with the weights and is not trusted. It runs in processes of its own, see `text.template_service`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from shardline.sandbox.client import Sandbox
-from shardline.sandbox.confinement import Limit
-from shardline.sandbox.pool import Pool, Setup
 from shardline.sandbox.worker import WorkerEnded
-from shardline.text.chat_messages import (
-    MAX_RENDERED_CHARS,
-    REFUSED,
-    Compile,
-    Compiled,
-    Message,
-    Render,
-    encode_job,
-    normalize_messages,
-    text_content,
-)
+from shardline.text.chat_messages import Message
 from shardline.text.model_files import read_chat_templates
-from shardline.text.spelled_tokens import Marks
-from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
+from shardline.text.template_jobs import JOB_ENCODER, MAX_RENDERED_CHARS, REFUSED, Render
+from shardline.text.template_sandbox import compile_templates, explain_limit
 
 MAX_RENDER_SECONDS = 2.0
-MAX_COMPILE_SECONDS = 5.0
-MAX_BYTES = 256 << 20
-"""The most memory that a template may use."""
-
-_SANDBOX = Sandbox("shardline.text.template_service", title="chat template", memory=MAX_BYTES)
-
-
-class PromptTooLong(ValueError):
-    """A rendered prompt certainly has more tokens than are encoded."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +57,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         self.content_as_parts = False
         """Whether the template gets contents as lists of parts, not as text."""
-        job = encode_job(Compile(self.sources))
-        self._pool = Pool(_SANDBOX, Setup(job, MAX_COMPILE_SECONDS))
-        try:
-            compiled = msgspec.json.decode(self._pool.run_blocking(job, MAX_COMPILE_SECONDS), type=Compiled)
-        except WorkerEnded as ended:
-            self.close()
-            names = ", ".join(self.sources)
-            raise ValueError(
-                f"the chat template ({names}) cannot be compiled: {_explain(ended, MAX_COMPILE_SECONDS)}"
-            ) from None
-        if compiled.error:
-            self.close()
-            raise ValueError(compiled.error)
-        self.takes_tools = compiled.takes_tools
+        self._pool, self.takes_tools = compile_templates(self.sources)
         """Whether the template shows tools to the model."""
 
     @classmethod
@@ -118,14 +80,14 @@ class ChatTemplate:
         try:
             return _read_answer(self._pool.run_blocking(self._encode_render(chat), MAX_RENDER_SECONDS))
         except WorkerEnded as ended:
-            raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
+            raise ValueError(f"the chat template failed: {explain_limit(ended, MAX_RENDER_SECONDS)}") from None
 
     async def render_async(self, chat: Conversation) -> str:
         """As `render`, without holding up the event loop. Chats do not wait for one another."""
         try:
             return _read_answer(await self._pool.run(self._encode_render(chat), MAX_RENDER_SECONDS))
         except WorkerEnded as ended:
-            raise ValueError(f"the chat template failed: {_explain(ended, MAX_RENDER_SECONDS)}") from None
+            raise ValueError(f"the chat template failed: {explain_limit(ended, MAX_RENDER_SECONDS)}") from None
 
     def close(self) -> None:
         """End the processes."""
@@ -147,7 +109,7 @@ class ChatTemplate:
         }
         try:
             job = Render(name, chat.messages, values, MAX_RENDERED_CHARS, chat.template, self.content_as_parts)
-            return encode_job(job)
+            return JOB_ENCODER.encode(job)
         except (TypeError, RecursionError) as error:
             raise ValueError(f"messages, tools and variables of a chat must be JSON: {error}") from error
 
@@ -157,119 +119,6 @@ def _read_answer(answer: bytes) -> str:
     if answer[:1] == REFUSED:
         raise ValueError(text)
     return text
-
-
-def _explain(ended: WorkerEnded, seconds: float) -> str:
-    """Which limit a template has hit."""
-    return {
-        Limit.TIME: f"it took more than {seconds:g} s",
-        Limit.DEADLINE: f"it took more than {seconds:g} s, or the machine was too busy to run it",
-        Limit.MEMORY: f"it needed more than {MAX_BYTES >> 20} MiB of memory",
-        Limit.STACK: "it needed more stack than there is",
-        Limit.UNKNOWN: "its process ended unexpectedly",
-    }[ended.limit]
-
-
-def render_and_encode(
-    template: ChatTemplate, tokenizer: Tokenizer, chat: Conversation, *, special_tokens_in_content: bool = False
-) -> tuple[str, list[int]]:
-    """The prompt of a conversation, as text and as token ids. It may take long: servers use `render_and_encode_async`.
-
-    The rendered text is encoded as a whole. If a message, a tool or a variable spells a special token such as
-    <|assistant|>, this part stays text; only the template writes special tokens. With `special_tokens_in_content`, it
-    becomes that token, as in other engines.
-
-    Raises:
-        ValueError: the messages are malformed, or the template refuses them.
-    """
-    chat, marks = _mark(tokenizer, chat, special_tokens_in_content)
-    return _encode(tokenizer, template.render(chat), chat, marks, None)
-
-
-async def render_and_encode_async(
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    chat: Conversation,
-    *,
-    max_tokens: int | None = None,
-    special_tokens_in_content: bool = False,
-) -> tuple[str, list[int]]:
-    """As `render_and_encode`, without holding up the event loop.
-
-    `max_tokens`: the longest prompt that is encoded; a longer one is refused before, where possible (PromptTooLong).
-    """
-    chat, marks = await asyncio.to_thread(_mark, tokenizer, chat, special_tokens_in_content)
-    text = await template.render_async(chat)
-    if marks is None and len(text) <= MAX_INLINE_CHARS:
-        return _encode(tokenizer, text, chat, marks, max_tokens)
-    return await asyncio.to_thread(_encode, tokenizer, text, chat, marks, max_tokens)
-
-
-def _mark(
-    tokenizer: Tokenizer, chat: Conversation, special_tokens_in_content: bool
-) -> tuple[Conversation, Marks | None]:
-    """The conversation with marks for special tokens; None: nobody has spelled one."""
-    # Before the search: arguments of tool calls are JSON, in which a token can be spelled with escapes.
-    chat = replace(chat, messages=normalize_messages(chat.messages))
-    given = [chat.messages, chat.tools, dict(chat.variables)]
-    if special_tokens_in_content or not tokenizer.special.may_occur_in(given):
-        return chat, None
-    [messages, tools, variables], marks = tokenizer.spelled.mark(given)
-    return replace(chat, messages=messages, tools=tools, variables=variables), marks
-
-
-def _encode(
-    tokenizer: Tokenizer, rendered: str, chat: Conversation, marks: Marks | None, max_tokens: int | None
-) -> tuple[str, list[int]]:
-    """The prompt as text and as ids, from what the template has written."""
-    if marks is not None:
-        rendered = marks.recover(rendered)
-    if chat.continue_final_message:
-        rendered = _cut_after_content(rendered, chat.messages[-1])
-    text = rendered if marks is None else marks.resolve(rendered)
-    if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
-        raise PromptTooLong(f"The prompt has {len(text)} characters, which are more than {max_tokens} tokens.")
-    if chat.gaps:
-        return _encode_around_gaps(tokenizer, rendered, text, chat, marks)
-    return text, _encode_text(tokenizer, rendered, marks, chat.add_special_tokens)
-
-
-def _encode_text(tokenizer: Tokenizer, rendered: str, marks: Marks | None, add_special_tokens: bool) -> list[int]:
-    if marks is None:
-        return tokenizer.encode_text(rendered, add_special_tokens)
-    return tokenizer.spelled.encode(rendered, marks, add_special_tokens)
-
-
-def _encode_around_gaps(
-    tokenizer: Tokenizer, rendered: str, text: str, chat: Conversation, marks: Marks | None
-) -> tuple[str, list[int]]:
-    """As `_encode`, piece by piece: no token reaches over a gap."""
-    ids: list[int] = []
-    for index, gap in enumerate(chat.gaps):
-        piece, found, rendered = rendered.partition(gap)
-        if not found or gap in rendered:
-            raise ValueError("the chat template must show each of prompt_embeds once, in the order of the messages")
-        if piece:
-            ids += _encode_text(tokenizer, piece, marks, chat.add_special_tokens and index == 0)
-        ids.append(-1 - index)
-        text = text.replace(gap, "")
-    if rendered:
-        ids += _encode_text(tokenizer, rendered, marks, False)
-    return text, ids
-
-
-def _cut_after_content(text: str, message: Message) -> str:
-    """The prompt up to the end of its last message's content.
-
-    Raises:
-        ValueError: the template does not show the content as it is.
-    """
-    content = text_content(message.get("content"), -1)
-    shown = content.strip()
-    place = text.rfind(shown)
-    if not shown or place < 0:
-        raise ValueError("the last message cannot be continued: the chat template does not show its content as it is")
-    return text[: place + len(shown)] + content[len(content.rstrip()) :]
 
 
 def read_template(source: str) -> str:

@@ -61,7 +61,7 @@ class SpelledTokens:
             text = marks.of(text[:size]) + text[size:]
         return text
 
-    def encode(self, rendered: str, marks: Marks, add_special_tokens: bool) -> list[int]:
+    def encode(self, marks: Marks, rendered: str, add_special_tokens: bool) -> list[int]:
         """The ids of a rendered text with `marks`: only special tokens outside of the marks are special tokens."""
         own = self._special.spelling.pattern.sub(self._as_alias, rendered)
         with FOREIGN_CODE:

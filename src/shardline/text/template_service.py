@@ -1,7 +1,7 @@
 """What a sandbox's worker does with the chat templates of one model: it compiles them once, and renders conversations.
 
 A template comes with the weights and is not trusted: it must not reach Python. What time and memory it may use is up to
-the process in which it runs. The jobs are those of `text.chat_messages`.
+the process in which it runs. The jobs are those of `text.template_jobs`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,8 @@ import jinja2.utils
 import msgspec
 
 from shardline.sandbox.nursery import Service
-from shardline.text.chat_messages import (
-    MAX_RENDERED_CHARS,
-    REFUSED,
-    RENDERED,
-    Compile,
-    Compiled,
-    Render,
-    normalize_messages,
-)
+from shardline.text.chat_messages import normalize_messages
+from shardline.text.template_jobs import MAX_RENDERED_CHARS, REFUSED, RENDERED, Compile, Compiled, Render
 
 _MAX_REASON_CHARS = 2000
 _DECODER = msgspec.json.Decoder(Compile | Render)

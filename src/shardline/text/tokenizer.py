@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 
-from shardline.structured.vocabulary import byte_alphabet
+from shardline.text.byte_level import ByteLevelDetokenizer, ByteTokens
 from shardline.text.model_files import read_tokenizer
 from shardline.text.special_tokens import FOREIGN_CODE, SpecialTokens
 from shardline.text.spelled_tokens import SpelledTokens
 from shardline.text.text_growth import check_growth
+from shardline.text.tokens import Tokens
+from shardline.text.window_detokenizer import WindowDetokenizer
 
 MAX_INLINE_CHARS = 2048
 """Longest text that is encoded on the event loop, normalized. It takes about 0.3 ms; more would delay every stream."""
 _PIECE_CHARS = 65_536
-_REPLACEMENT = "\ufffd"
 
 
-class Tokenizer:
+class Detokenizer(Protocol):
+    """Turns ids into the text that they add, and never returns half a character.
+
+    The result does not depend on how the ids are grouped into calls: together the pieces are the text that follows the
+    prompt in `tokenizer.decode(prompt + output)`.
+    """
+
+    def add_tokens(self, ids: Sequence[int]) -> str:
+        """The text that the next ids add. An incomplete character is held back."""
+
+    def flush_text(self) -> str:
+        """The text held back so far; incomplete characters become U+FFFD. Call it after the last token."""
+
+
+class Tokenizer(Tokens):
     """A `tokenizers` tokenizer and the special tokens of its tokenizer_config.json.
 
     `special_tokens` maps names such as "bos_token" to their text. `eos_token_ids` are all ids that end a text; the
@@ -38,13 +54,13 @@ class Tokenizer:
         special_tokens: dict[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
+        super().__init__(backend)
         # Training scripts save both in tokenizer.json; they would cut prompts without a message.
         backend.no_truncation()
         backend.no_padding()
         self._growth = check_growth(backend.normalizer, "normalizer")
         check_growth(backend.pre_tokenizer, "pre-tokenizer")
         check_growth(backend.decoder, "decoder")
-        self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         eos = self.token_id(self.special_tokens.get("eos_token"))
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
@@ -53,7 +69,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
-        self.byte_tokens = ByteTokens(self.token, self.special_token_ids) if is_byte_level else None
+        self.byte_tokens = ByteTokens(backend.id_to_token, self.special_token_ids) if is_byte_level else None
         """The bytes of tokens. None: a text is not just the bytes of its tokens."""
         named = (*self.special_tokens.values(), *map(backend.id_to_token, self.eos_token_ids))
         self.special = SpecialTokens(backend, named)
@@ -76,50 +92,7 @@ class Tokenizer:
     @cached_property
     def spelled(self) -> SpelledTokens:
         """Keeps special tokens that users spell apart from those of the chat template."""
-        return SpelledTokens(self._backend, self.special)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added tokens included. A model's embedding may have more rows, as padding."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
-    def get_vocab(self) -> dict[str, int]:
-        """All tokens, added tokens included, and their ids."""
-        return dict(self._backend.get_vocab(with_added_tokens=True))
-
-    def get_added_vocab(self) -> dict[str, int]:
-        """The added tokens and their ids."""
-        return {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
-
-    def token_id(self, token: str | None) -> int | None:
-        """The id of this token. None: the vocabulary does not have it."""
-        return None if token is None else self._backend.token_to_id(token)
-
-    def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it. None: the id is out of range."""
-        return self._backend.id_to_token(token_id)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, even if they are only part of a character; empty if the id is out of range."""
-        spelling = self.token(token_id)
-        if spelling is None:
-            return b""
-        if spelling.startswith("▁"):
-            # The decoder drops a leading space, so a token decoded alone would lose its own.
-            return spelling.replace("▁", " ").encode()
-        if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
-            return bytes.fromhex(spelling[3:5])
-        text = self.decode([token_id], skip_special_tokens=False)
-        if _REPLACEMENT not in text:
-            return text.encode()
-        alphabet = byte_alphabet()
-        if all(char in alphabet for char in spelling):
-            return bytes(alphabet[char] for char in spelling)
-        return text.encode()
-
-    def token_text(self, token_id: int) -> str:
-        """The text of one token. Bytes that are no whole character become U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        return SpelledTokens(self.backend, self.special)
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
@@ -136,7 +109,7 @@ class Tokenizer:
             return self.encode_texts([text], add_special_tokens)[0]
         try:
             with FOREIGN_CODE:
-                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             text.encode()  # names a character that is none: half of a surrogate pair
             raise
@@ -146,7 +119,7 @@ class Tokenizer:
         """Where each of a text's tokens stands in it: the first character, and the one behind the last. Special tokens
         that are added stand nowhere: (0, 0)."""
         with FOREIGN_CODE:
-            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         offsets: list[tuple[int, int]] = encoding.offsets
         return offsets
 
@@ -155,6 +128,8 @@ class Tokenizer:
 
         May be called on a thread. The bounds of pieces may cut tokens, so a text that is little too long passes.
         """
+        if len(text) * self._growth <= limit:
+            return False
         if len(text) // self._max_chars_per_token > limit:
             return True
         size = int(max(_PIECE_CHARS, limit) / self._growth)
@@ -164,7 +139,7 @@ class Tokenizer:
         for start in range(0, len(text), size):
             # `len` of an encoding makes no list of its ids, which would hold up other threads.
             with FOREIGN_CODE:
-                count += len(self._backend.encode_batch([text[start : start + size]], add_special_tokens=False)[0])
+                count += len(self.backend.encode_batch([text[start : start + size]], add_special_tokens=False)[0])
             if count > limit + limit // 16 + start // size:
                 return True
         return False
@@ -172,9 +147,9 @@ class Tokenizer:
     @cached_property
     def _max_chars_per_token(self) -> int:
         """The most characters of a text that one token can stand for."""
-        longest = max((len(token) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
+        longest = max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
         # Normalizers may join characters.
-        return longest if self._backend.normalizer is None else 4 * longest
+        return longest if self.backend.normalizer is None else 4 * longest
 
     async def encode_text_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`; a long text is encoded on a thread, so that the event loop goes on."""
@@ -186,47 +161,20 @@ class Tokenizer:
         """The ids of each text, encoded in parallel."""
         try:
             with FOREIGN_CODE:
-                return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+                return [e.ids for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
         except TypeError:
             "".join(texts).encode()  # as in `encode_text`
             raise
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
-        with FOREIGN_CODE:
-            return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
-
-
-class ByteTokens:
-    """The bytes of tokens, each spelled once.
-
-    `texts` has the texts of the tokens that were asked for, if they are whole characters and not special.
-    """
-
-    def __init__(self, spell: Callable[[int], str | None], special_token_ids: frozenset[int]) -> None:
-        """`spell`: the token as the vocabulary spells it; None: the id is out of range."""
-        self.texts: dict[int, str] = {}
-        self._others: dict[int, bytes] = {}
-        self._spell = spell
-        self._alphabet = byte_alphabet()
-        self._special_token_ids = special_token_ids
-
-    def decode(self, token_id: int) -> bytes:
-        """What a token adds to the bytes of a text; empty if the id is out of range."""
-        if token_id in self.texts:
-            return self.texts[token_id].encode()
-        if token_id in self._others:
-            return self._others[token_id]
-        spelling = self._spell(token_id) or ""
-        alphabet = self._alphabet
-        in_alphabet = all(char in alphabet for char in spelling)
-        raw = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError:
-            text = ""
-        if text and token_id not in self._special_token_ids:
-            self.texts[token_id] = text
-        else:
-            self._others[token_id] = raw
-        return raw
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """The detokenizer of one choice. `shown_token_ids`: special tokens that are not skipped."""
+        hidden = self.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
+        if self.byte_tokens is not None:
+            return ByteLevelDetokenizer(self.byte_tokens, prompt_token_ids, hidden)
+        return WindowDetokenizer(self, prompt_token_ids, hidden)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
-from shardline.text.tokenizer import Tokenizer
+from shardline.text.byte_level import TAIL_TOKENS
 
 _REPLACEMENT = "\ufffd"
-TAIL_TOKENS = 12
-"""Number of prompt tokens that are decoded with the first output: a character spans at most 4 byte tokens."""
 _MAX_HELD_TOKENS = 12
+
+
+class Decoder(Protocol):
+    """What it needs of a tokenizer."""
+
+    def token_id(self, token: str | None) -> int | None: ...
+    def token(self, token_id: int) -> str | None: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class WindowDetokenizer:
@@ -25,7 +32,7 @@ class WindowDetokenizer:
     character, that character stays.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Decoder, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
         tail = [token_id for token_id in prompt_token_ids[-4 * TAIL_TOKENS :] if self._is_shown(token_id)]

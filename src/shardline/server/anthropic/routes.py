@@ -12,9 +12,10 @@ from shardline.server.anthropic.writer import MessageError, MessageObject, Messa
 from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError
 from shardline.server.json_body import StrictRoute
+from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
 from shardline.server.openai.chat.conversation import EncodedChat
-from shardline.server.openai.chat.request import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 
@@ -76,7 +77,7 @@ def message_routes(service: Service) -> APIRouter:
             events = generation.mark(writer.write_events(generation.outputs[0]))
             return EventStream(events, generation, write_error=error_event, done=b"")
         async with generation:
-            [output] = await generation.wait_finished()
+            [output] = await wait_finished(generation)
             return Response(writer.write_whole(output), media_type="application/json")
 
     @router.post("/v1/messages/count_tokens", responses=json_answers(TokenCount, error=MessageError))

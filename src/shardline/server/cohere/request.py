@@ -9,14 +9,11 @@ from pydantic import ConfigDict, Field
 
 from shardline.server.errors import require_value
 from shardline.server.json_body import RequestModel
-from shardline.server.openai.chat.conversation import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    ChatMessage,
-    ConversationFields,
-)
+from shardline.server.openai.answer_form import ResponseFormat
+from shardline.server.openai.chat.conversation import ConversationFields
+from shardline.server.openai.chat.messages import MAX_MESSAGES, MAX_PARTS, ChatMessage
 from shardline.server.openai.chat.tools import MAX_TOOLS, FunctionDefinition, Tool
-from shardline.server.openai.protocol import ResponseFormat, SamplingFields, Seed, refuse_if
+from shardline.server.openai.protocol import SamplingFields, Seed, refuse_if
 
 
 class _Lenient(RequestModel):

@@ -12,8 +12,9 @@ from shardline.server.cohere.request import CohereChatRequest
 from shardline.server.cohere.writer import CohereChatResponse, CohereError, CohereWriter
 from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.request import PreparedChat, prepare_answer
+from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
 from shardline.server.openai.generation import Generation
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 
@@ -56,7 +57,7 @@ def cohere_chat_routes(service: Service) -> APIRouter:
             events = writer.write_events(generation.outputs[0])
             return EventStream(events, generation, write_error=error_event)
         async with generation:
-            [output] = await generation.wait_finished()
+            [output] = await wait_finished(generation)
             # The texts of many tokens must not keep other streams waiting.
             whole = await asyncio.to_thread(writer.write_whole, output) if body.logprobs else writer.write_whole(output)
             return Response(whole, media_type="application/json")

@@ -10,8 +10,8 @@ import msgspec
 
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.server.errors import ApiError, bad_request, missing_parameter
+from shardline.server.openai.answer_form import ResponseFormat
 from shardline.server.openai.answer_format import AnswerFormat
-from shardline.server.openai.protocol import ResponseFormat
 from shardline.structured.checks import GrammarChecks
 from shardline.structured.grammar import is_larger, wrap_grammar
 from shardline.text.tool_parsers.base import CallRules

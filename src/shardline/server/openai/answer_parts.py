@@ -8,6 +8,8 @@ import msgspec
 
 from shardline.api.outputs import RequestOutput
 from shardline.messages.request import TokenLogprobs
+from shardline.server.errors import bad_request
+from shardline.server.service import Service
 from shardline.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -122,3 +124,15 @@ def usage_of(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = No
     cached = sum(output.num_cached_tokens for output in outputs)
     details = msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
+
+
+def check_top_logprobs(service: Service, count: int) -> None:
+    """Refuse a `top_logprobs` that the engine was not started for.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        service.llm.model.builder.logprob_counts.count("top_logprobs", count)
+    except ValueError as error:
+        raise bad_request(str(error), "top_logprobs") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.api.requests import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
+from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.openai.protocol import bad_parameter
 

@@ -11,8 +11,10 @@ from starlette.responses import Response
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel, StrictRoute
-from shardline.server.openai.chat.conversation import ConversationFields, Messages
+from shardline.server.openai.chat.conversation import ConversationFields
+from shardline.server.openai.chat.messages import Messages
 from shardline.server.openai.protocol import TokenIds
+from shardline.server.prompts import decode_tokens, encode_text, most_encoded
 from shardline.server.service import Service
 
 
@@ -115,9 +117,9 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         service.require_model(body.model)
-        limit = service.most_encoded
+        limit = most_encoded(service)
         if body.prompt is not None and body.messages is None:
-            ids = await service.encode_prompt(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
+            ids = await encode_text(service, body.prompt, body.add_special_tokens is not False, max_tokens=limit)
         elif body.messages is not None and body.prompt is None:
             special = bool(body.add_special_tokens)
             ids = (await body.encode_messages(service, body.messages, special, max_tokens=limit)).token_ids
@@ -148,10 +150,10 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.require_model(body.model)
-        limit = service.most_encoded
+        limit = most_encoded(service)
         if len(body.tokens) > limit:
             raise bad_request(f"'tokens' has {len(body.tokens)} entries; at most {limit} are taken.", "tokens")
-        text = service.decode_tokens(body.tokens)
+        text = decode_tokens(service, body.tokens)
         return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
 
     return router

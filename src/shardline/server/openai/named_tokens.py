@@ -9,6 +9,7 @@ from shardline.api.outputs import RequestOutput
 from shardline.api.prompts import EncodedPrompt
 from shardline.sampling_params import SamplingParams
 from shardline.server.openai.generation import Generation, Prepared
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service
 
 MAX_NAMED = MAX_NAMED_LOGPROBS
@@ -43,7 +44,7 @@ async def score_named(
         model=model,
     )
     async with generation:
-        return await generation.wait_finished()
+        return await wait_finished(generation)
 
 
 def named_logprobs(output: RequestOutput) -> dict[int, float]:

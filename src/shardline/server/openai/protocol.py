@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,7 +11,9 @@ from pydantic import BeforeValidator, Field
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import RequestModel
+from shardline.server.openai.answer_form import FormFields
 from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.logit_bias import LogitBias, parse_bias
 from shardline.server.resume import Resume, read_resume
 
 T = TypeVar("T")
@@ -22,20 +23,9 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
-_TOKEN_ID = re.compile(r"-?\d{1,18}", re.ASCII)
-MAX_BIASES = 4096
-_MAX_NAMED = 16
-"""The most wrong entries that one error names."""
 MAX_STOP_IDS = 4096
 MAX_ALLOWED_IDS = 1 << 18
 """More than there are tokens in any vocabulary."""
-
-
-def _check_size(value: Any) -> Any:
-    """Refuse a huge object before its members are looked at."""
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} entries are taken")
-    return value
 
 
 class StreamOptions(RequestModel):
@@ -54,18 +44,7 @@ class StreamOptions(RequestModel):
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
-class ResponseFormat(RequestModel):
-    """The required format of the answer."""
-
-    type: str
-    json_schema: dict[str, Any] | None = None
-    # Of the type structural_tag: one of both forms.
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
-    format: dict[str, Any] | None = None
-
-
-class SamplingFields(IgnoredFields):
+class SamplingFields(FormFields, IgnoredFields):
     """The fields that both generating endpoints have: OpenAI's and vLLM's. None: SamplingParams' default."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_HTTP_REQUEST)] | None = None
@@ -87,12 +66,9 @@ class SamplingFields(IgnoredFields):
     """Report a digest of the logits of every token."""
     receipt: bool | None = None
     """Give every choice a receipt, see `receipts.receipt.Receipt`."""
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_size)] | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
-    """The form of the output, as vLLM's clients ask for it."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -126,13 +102,6 @@ class SamplingFields(IgnoredFields):
     """Where tokens are cut off; None: left, so the prompt's last ones stay."""
     return_token_offsets: bool | None = None
     """Of rendered requests: report where in the prompt's text each token stands."""
-    regex: str | None = None
-    ebnf: str | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
     min_new_tokens: int | None = None
     resume: Annotated[Any, BeforeValidator(read_resume)] = None
     """What another server has sent of this stream, see `server.resume.Resume`; for routers."""
@@ -187,29 +156,6 @@ class SamplingFields(IgnoredFields):
         return True
 
     @property
-    def requested_form(self) -> dict[str, Any] | None:
-        """`structured_outputs`, or what its other names ask for.
-
-        Raises:
-            ApiError: 400, several of them are set.
-        """
-        forms = [{key: form} for name, key in _FORM_NAMES.items() if (form := getattr(self, name)) is not None]
-        if self.structured_outputs is not None:
-            forms.append(self.structured_outputs)
-        if len(forms) > 1:
-            names = ", ".join(map(repr, _FORM_NAMES))
-            raise bad_request(f"Set one of 'structured_outputs', {names}.", "structured_outputs")
-        if forms and self.guided_whitespace_pattern is not None:
-            return {**forms[0], "whitespace_pattern": self.guided_whitespace_pattern}
-        return forms[0] if forms else None
-
-    @property
-    def has_form(self) -> bool:
-        """Whether answers are constrained."""
-        has_format = self.response_format is not None and self.response_format.type != "text"
-        return has_format or self.requested_form is not None
-
-    @property
     def queueing(self) -> dict[str, Any]:
         """The priority, the cache salt and the model, as `Generation.start` takes them."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt or "", "model": self.model}
@@ -253,7 +199,7 @@ class SamplingFields(IgnoredFields):
             values.pop("logprob_token_ids", None)
         values["watermarking"] = self.wants_mark
         if self.logit_bias:
-            values["logit_bias"] = _parse_bias(self.logit_bias)
+            values["logit_bias"] = parse_bias(self.logit_bias)
         try:
             return SamplingParams(
                 max_tokens=max_tokens, logprobs=None if self.logprob_token_ids else logprobs, **values
@@ -294,16 +240,6 @@ CHAT_AND_COMPLETION_FIELDS = (
 )  # fmt: skip
 """Fields whose results only the answers of these two endpoints can show."""
 
-_FORM_NAMES = {
-    "regex": "regex",
-    "ebnf": "grammar",
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-"""Other names of what `structured_outputs` has: SGLang's, and vLLM's old ones."""
-
 _SAMPLING_NAMES = tuple(
     name
     for name in SamplingParams.__struct_fields__
@@ -317,16 +253,6 @@ def bad_parameter(message: str) -> ApiError:
     name = message.split(" ", 1)[0]
     known = name in SamplingFields.model_fields or name in SamplingParams.__struct_fields__
     return bad_request(message, name if known else None)
-
-
-def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
-    wrong = [token_id for token_id in bias if not _TOKEN_ID.fullmatch(token_id)]
-    if wrong:
-        named = ", ".join(repr(token_id[:64]) for token_id in wrong[:_MAX_NAMED])
-        more = f", and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
-        message = f"Invalid value for 'logit_bias': its keys must be token ids, unlike {named}{more}."
-        raise bad_request(message, "logit_bias")
-    return {int(token_id): value for token_id, value in bias.items()}
 
 
 def refuse_if(condition: bool, param: str, message: str) -> None:

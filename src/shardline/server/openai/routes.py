@@ -9,14 +9,16 @@ from starlette.responses import Response
 
 from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
+from shardline.server.openai.answer_to_chat import PreparedChat
 from shardline.server.openai.beams import search_beams
-from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
+from shardline.server.openai.chat.request import ChatRequest, prepare_chat
 from shardline.server.openai.chat.shapes import ChatResponse
 from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.completions.request import CompletionRequest, PreparedCompletion, prepare_completion
 from shardline.server.openai.completions.writer import CompletionResponse, CompletionWriter
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.ignored_fields import IGNORED_NAMES
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream
 
@@ -68,7 +70,7 @@ async def _answer(
         if body.stream:
             return EventStream(generation.mark(writer.write_chunks(generation)), generation, ignored)
         async with generation:
-            outputs = await generation.wait_finished()
+            outputs = await wait_finished(generation)
             whole = (
                 await asyncio.to_thread(writer.write_whole, outputs)
                 if writer.takes_long

@@ -17,7 +17,7 @@ from shardline.api.pooling import Values
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel, StrictRoute
-from shardline.server.openai.chat.conversation import MAX_PARTS, ChatMessage, ContentPart
+from shardline.server.openai.chat.messages import MAX_PARTS, ChatMessage, ContentPart
 from shardline.server.openai.completions.request import MAX_PROMPTS
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.pooling.request import PromptFields, pool_prompts, require_task

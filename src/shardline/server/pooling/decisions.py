@@ -23,7 +23,8 @@ from shardline.api.outputs import RequestOutput
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel, StrictRoute, check_template_values
-from shardline.server.openai.chat.conversation import ChatMessage, ConversationFields
+from shardline.server.openai.chat.conversation import ConversationFields
+from shardline.server.openai.chat.messages import ChatMessage
 from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.openai.named_tokens import named_logprobs, score_named
 from shardline.server.openai.protocol import refuse_if

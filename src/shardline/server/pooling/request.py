@@ -10,11 +10,14 @@ import msgspec
 from shardline.api.pooling import Pooler, PoolingParams, PoolingTask, Values, pooling_request
 from shardline.api.prompts import EncodedPrompt
 from shardline.server.errors import bad_request
-from shardline.server.openai.chat.conversation import ConversationFields, Messages
+from shardline.server.openai.chat.conversation import ConversationFields
+from shardline.server.openai.chat.messages import Messages
 from shardline.server.openai.completions.request import PromptValue, encode_prompt, list_prompts
 from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.openai.protocol import refuse_if, truncate_prompt
+from shardline.server.openai.whole_answer import wait_finished
+from shardline.server.prompts import encode_text
 from shardline.server.service import Service
 
 
@@ -65,7 +68,7 @@ class PoolingFields(IgnoredFields):
         """
         if isinstance(prompt, str) and self.truncate_prompt_tokens is not None:
             # A long text is fine here.
-            prompt = await service.encode_prompt(prompt, add_special_tokens, max_tokens=len(prompt))
+            prompt = await encode_text(service, prompt, add_special_tokens, max_tokens=len(prompt))
         return self.truncate(service, await encode_prompt(service, prompt, add_special_tokens))
 
 
@@ -166,7 +169,7 @@ async def pool_prompts(
         model=body.model,
     )
     async with generation:
-        outputs = await generation.wait_finished()
+        outputs = await wait_finished(generation)
     params = PoolingParams(use_activation=body.use_activation, dimensions=dimensions)
     try:
         return [pooler.pool(output, task, params) for output in outputs]

@@ -24,11 +24,14 @@ from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel, StrictRoute
 from shardline.server.middleware import REQUEST_ID
 from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
+from shardline.server.openai.answer_to_chat import prepare_answer
 from shardline.server.openai.chat.conversation import EncodedChat
-from shardline.server.openai.chat.request import prepare_answer
-from shardline.server.openai.generation import Generation, Prepared, SentChoice
+from shardline.server.openai.generation import Generation, Prepared
 from shardline.server.openai.ignored_fields import MAX_ID_CHARS
 from shardline.server.openai.protocol import SamplingFields, StreamOptions, TokenIds, refuse_if
+from shardline.server.openai.sent_choice import SentChoice
+from shardline.server.openai.whole_answer import wait_finished
+from shardline.server.prompts import decode_tokens
 from shardline.server.scale_out.prompt_scores import NamedRows, check_rows, score_rows
 from shardline.server.service import Service
 from shardline.server.sse import Events, EventStream, make_event
@@ -252,7 +255,7 @@ async def _start(service: Service, body: GenerateRequest, request_id: str) -> Ge
     if form is None:
         only_ids = Prepared(prompts=[EncodedPrompt(token_ids)], params=params, param="token_ids")
         return await Generation.start(service, only_ids, request_id, **options)
-    prompt = service.decode_tokens(token_ids)
+    prompt = decode_tokens(service, token_ids)
     reasoning = None if body.reasoning_ended else service.chat.reasoning_parser
     prepared = await prepare_answer(
         service,
@@ -303,7 +306,7 @@ def generate_routes(service: Service) -> APIRouter:
         if body.stream:
             return EventStream(writer.write_chunks(generation), generation, sampling.ignored_headers)
         async with generation:
-            [output] = await generation.wait_finished()
+            [output] = await wait_finished(generation)
         scores = None
         if rows is not None:  # the prompt's blocks are cached now
             scores = await score_rows(service, rows, start, prompt, request_id, body.model, body.cache_salt or "")

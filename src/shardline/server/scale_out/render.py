@@ -19,7 +19,8 @@ from shardline.server.cohere.request import CohereChatRequest
 from shardline.server.cohere.routes import prepare_cohere_chat
 from shardline.server.documentation import json_answers
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.request import ChatRequest, PreparedChat, prepare_chat
+from shardline.server.openai.answer_to_chat import PreparedChat
+from shardline.server.openai.chat.request import ChatRequest, prepare_chat
 from shardline.server.openai.completions.request import CompletionRequest, prepare_completion
 from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.openai.protocol import SamplingFields, bad_parameter, refuse_if

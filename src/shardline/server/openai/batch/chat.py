@@ -15,12 +15,13 @@ from starlette.responses import Response
 from shardline.server.documentation import json_answers
 from shardline.server.errors import bad_request
 from shardline.server.json_body import StrictRoute
-from shardline.server.openai.chat.conversation import Messages
+from shardline.server.openai.chat.messages import Messages
 from shardline.server.openai.chat.request import ChatRequest, prepare_chat
 from shardline.server.openai.chat.shapes import ChatResponse
 from shardline.server.openai.chat.writer import ChatWriter
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.protocol import refuse_if
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ def batched_chat_routes(service: Service) -> APIRouter:
             ]
             answers = []
             async for chat, answer, generation in _in_turn(zip(chats, prepared, generations, strict=True)):
-                outputs = await generation.wait_finished()
+                outputs = await wait_finished(generation)
                 writer = ChatWriter(service, chat, response_id, answer.answer_format)
                 answers.append(
                     await asyncio.to_thread(writer.write_whole, outputs)

@@ -1,90 +1,31 @@
-"""The messages of a conversation, and how they become a prompt."""
+"""How the messages of a conversation become a prompt."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from shardline.api.prompt_embeds import Rows, join_parts
+from shardline.api.prompt_embeds import Rows
 from shardline.messages.request import PromptEmbeds
-from shardline.server.errors import bad_request, missing_parameter
+from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel, check_template_values
-from shardline.server.openai.chat.custom_tools import as_function, as_function_calls
+from shardline.server.openai.chat.custom_tools import as_function
+from shardline.server.openai.chat.message_embeds import fill_gaps, take_embeds
+from shardline.server.openai.chat.messages import ChatMessage, check_messages
 from shardline.server.openai.chat.tools import MAX_TOOLS, Tool, ToolUse, choose_tools
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.service import Service
 from shardline.text.chat_template import Conversation
-
-MAX_MESSAGES = 4096
-MAX_ROLE_CHARS = 64
-MAX_PARTS = 4096
-"""The most parts of one message."""
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template"}
 """Variables of chat templates that have a field of their own."""
 
 _INLINE_MESSAGES = 256
 """The most messages that are converted on the event loop."""
-
-
-class ContentPart(RequestModel):
-    """A part of a message. Only text and `prompt_embeds` are taken; other types are refused, unknown fields ignored."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    type: str
-    text: str | None = None
-    data: str | None = None
-    """Of `prompt_embeds`: the base64 of a tensor, see CompletionRequest."""
-    refusal: str | None = None
-    cache_control: dict[str, Any] | None = None
-    """Accepted, but has no effect: prefixes are cached anyway."""
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-
-
-class ChatMessage(RequestModel):
-    """A message of the conversation. It may have all fields of an answer, so that clients can send answers back.
-
-    Other fields and other roles are the chat template's matter, as in vLLM.
-    """
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)]
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(as_function_calls)] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: dict[str, Any] | None = None
-    function_call: dict[str, Any] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it. They do not know the role "developer", so it becomes "system"."""
-        message = self.model_dump(exclude_none=True)
-        if not self.tool_calls:
-            message.setdefault("content", "")  # an answer may only reason, and templates join texts
-        if self.role == "developer":
-            message["role"] = "system"
-        if isinstance(self.content, list):
-            message["content"] = [{"type": "text", "text": part.text or part.refusal} for part in self.content]
-        if self.reasoning is not None:
-            # Templates know only this name.
-            message.setdefault("reasoning_content", self.reasoning)
-        return message
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 @dataclass(frozen=True)
@@ -174,10 +115,12 @@ class ConversationFields(RequestModel):
             "chat_template",
             "A request may bring a chat template only if the server is started with --trust-request-chat-template.",
         )
-        _check_messages(messages)
+        check_messages(messages)
         for name, field in self._template_fields(messages, param):
             check_template_values(name, field)
-        messages, rows = await _take_embeds(service, messages, param)
+        rows: dict[str, Rows] = {}
+        if any(isinstance(message.content, list) for message in messages):
+            messages, rows = await take_embeds(service, messages, param)
         tool_use = self.choose_tools(service)
         offered = [] if self.tool_choice == "none" else self.tools or []
         chat = Conversation(
@@ -194,7 +137,7 @@ class ConversationFields(RequestModel):
         text, ids = await service.encode_chat(chat, max_tokens=limit, param=param)
         if not rows:
             return EncodedChat(text, ids, tool_use)
-        filled, embeds = join_parts([list(rows.values())[-1 - one] if one < 0 else [one] for one in ids])
+        filled, embeds = fill_gaps(ids, list(rows.values()))
         return EncodedChat(text, filled, tool_use, embeds)
 
     def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
@@ -226,54 +169,8 @@ class ConversationFields(RequestModel):
             )
 
 
-async def _take_embeds(
-    service: Service, messages: Sequence[ChatMessage], param: str
-) -> tuple[Sequence[ChatMessage], dict[str, Rows]]:
-    """The messages with a text that nobody can guess in place of each `prompt_embeds`, and the rows of each text."""
-    rows: dict[str, Rows] = {}
-
-    async def take(part: ContentPart) -> ContentPart:
-        if part.type != "prompt_embeds":
-            return part
-        assert part.data is not None
-        gap = secrets.token_hex(16)
-        rows[gap] = await service.read_embeds(part.data, param)
-        return ContentPart(type="text", text=gap)
-
-    taken = []
-    for message in messages:
-        if isinstance(message.content, list) and any(part.type == "prompt_embeds" for part in message.content):
-            message = message.model_copy(update={"content": [await take(part) for part in message.content]})
-        taken.append(message)
-    return taken, rows
-
-
 async def _for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as chat templates expect them; many are converted on a thread."""
     if len(messages) <= _INLINE_MESSAGES:
         return [message.for_template() for message in messages]
     return await asyncio.to_thread(list, map(ChatMessage.for_template, messages))
-
-
-def _check_messages(messages: Sequence[ChatMessage]) -> None:
-    for index, message in enumerate(messages):
-        if message.content is None and message.role != "assistant":
-            raise missing_parameter(f"messages[{index}].content")
-        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type == "prompt_embeds":
-                if part.data is None:
-                    name = f"messages[{index}].content"
-                    raise bad_request(f"A part 'prompt_embeds' of '{name}' needs 'data': the base64 of a tensor.", name)
-                continue
-            if part.type not in ("text", "refusal"):
-                raise bad_request(
-                    f"messages[{index}] has a content part of type '{part.type}'; this model takes text only.",
-                    "messages",
-                )
-            if part.text is None and part.refusal is None:
-                raise missing_parameter(f"messages[{index}].content[{place}].text")
-        for call in message.tool_calls or ():
-            function = call.get("function")
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                name = f"messages[{index}].tool_calls"
-                raise bad_request(f"Invalid value for '{name}': every call needs a 'function' with a 'name'.", name)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
 from shardline.api.prompts import EncodedPrompt
-from shardline.sampling_params import SamplingParams
 from shardline.server.errors import bad_request
 from shardline.server.json_body import RequestModel
+from shardline.server.openai.answer_form import FORM_NAMES
 from shardline.server.openai.answer_format import AnswerFormat, thinking_budget
-from shardline.server.openai.answer_grammar import make_answer_grammar
-from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat, Messages
-from shardline.server.openai.generation import Prepared
-from shardline.server.openai.protocol import ResponseFormat, SamplingFields, TokenIds, refuse_if
+from shardline.server.openai.answer_parts import check_top_logprobs
+from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
+from shardline.server.openai.chat.conversation import ConversationFields, EncodedChat
+from shardline.server.openai.chat.messages import Messages
+from shardline.server.openai.protocol import SamplingFields, TokenIds, refuse_if
+from shardline.server.prompts import decode_tokens, most_encoded
 from shardline.server.service import Service
 from shardline.text.chat_messages import text_content
-from shardline.text.reasoning_parsers.base import ReasoningParser
 
 _RENDERED_IDS = "kv_transfer_params.prompt_token_ids"
 
@@ -121,76 +121,6 @@ class ChatRequest(ConversationFields, SamplingFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedChat(Prepared):
-    """A chat request as the engine takes it."""
-
-    answer_format: AnswerFormat
-    """It has the prompt's text."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The prompt's."""
-        return self.prompts[0].token_ids
-
-
-async def prepare_answer(
-    service: Service,
-    chat: EncodedChat,
-    params: SamplingParams,
-    response_format: ResponseFormat | None,
-    *,
-    reasoning: type[ReasoningParser] | None,
-    with_reasoning: bool = True,
-    max_reasoning_tokens: int | None = None,
-    may_reason: bool = False,
-    requested_form: dict[str, Any] | None = None,
-    param: str = "messages",
-    format_param: str = "response_format",
-) -> PreparedChat:
-    """What the answer to a conversation may be.
-
-    `reasoning`: how reasoning before the answer is read; None: there is none. `with_reasoning`: whether the client sees
-    it; if not, an answer whose form is required begins with that form. `max_reasoning_tokens`: None: any number.
-    `may_reason`: whether an answer that has no required form may begin with reasoning without a mark.
-    `requested_form`: `SamplingFields.requested_form`. `param` and `format_param`: the fields of the request that have
-    the messages and `response_format`.
-
-    Raises:
-        ApiError: 400, a schema, or what a tool takes, cannot be used.
-    """
-    has_form = requested_form is not None or (response_format is not None and response_format.type != "text")
-    must_fit = has_form or (chat.tool_use is not None and chat.tool_use.required)
-    if must_fit and reasoning is not None and not with_reasoning and not reasoning.template_marks:
-        reasoning = None
-    if max_reasoning_tokens is not None and max_reasoning_tokens >= (params.max_tokens or math.inf):
-        max_reasoning_tokens = None  # the answer ends before, and needs no grammar
-    is_free = may_reason and not must_fit and max_reasoning_tokens is None
-    answer_format = AnswerFormat(
-        service.require_tokenizer(), chat.text, chat.tool_use, reasoning, max_reasoning_tokens, is_free
-    )
-    grammar, is_plain = "", chat.tool_use is None and reasoning is None
-    if has_form or not is_plain:
-        grammar = await make_answer_grammar(
-            answer_format,
-            response_format,
-            requested_form,
-            service.llm.grammars,
-            service.chat.template_text,
-            format_param=format_param,
-            disable_any_whitespace=service.config.disable_any_whitespace,
-        )
-    shown = frozenset() if is_plain else answer_format.shown_token_ids
-    return PreparedChat(
-        prompts=[EncodedPrompt(chat.token_ids, chat.embeds)],
-        params=params,
-        param=param,
-        grammar=grammar,
-        shown_token_ids=shown,
-        answer_format=answer_format,
-    )
-
-
 async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     """Check a chat request, render its messages, and prepare its answer.
 
@@ -200,7 +130,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     service.require_model(body.model)
     body.check()
     if body.top_logprobs is not None:
-        service.check_top_logprobs(body.top_logprobs)
+        check_top_logprobs(service, body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -217,19 +147,31 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
         reasoning = None
     if body.include_reasoning is False and body.has_form:
         reasoning = None  # as in vLLM, a constrained answer that must not show reasoning has none
+    chat = replace(chat, token_ids=body.truncate_prompt(chat.token_ids, service.llm.model.max_model_len - 1))
+    budget = None
+    if body.thinking_token_budget is not None:
+        tokenizer = service.require_tokenizer()
+        budget = thinking_budget(body.thinking_token_budget, service.chat.reasoning_parser, tokenizer)
+    param = "messages" if body.rendered_ids is None else _RENDERED_IDS
+    may_have_form = not body.model_fields_set.isdisjoint(FORM_NAMES)
+    if chat.tool_use is None and reasoning is None and not may_have_form:  # any text is an answer
+        return PreparedChat(
+            prompts=[EncodedPrompt(chat.token_ids, chat.embeds)],
+            params=params,
+            param=param,
+            answer_format=AnswerFormat(service.require_tokenizer(), chat.text),
+        )
     return await prepare_answer(
         service,
-        replace(chat, token_ids=body.truncate_prompt(chat.token_ids, service.llm.model.max_model_len - 1)),
+        chat,
         params,
         body.response_format,
         reasoning=reasoning,
         with_reasoning=body.include_reasoning is not False,
-        max_reasoning_tokens=None
-        if body.thinking_token_budget is None
-        else thinking_budget(body.thinking_token_budget, service.chat.reasoning_parser, service.require_tokenizer()),
+        max_reasoning_tokens=budget,
         may_reason=_allows_reasoning({**service.config.template_variables, **body.template_variables}),
         requested_form=body.requested_form,
-        param="messages" if body.rendered_ids is None else _RENDERED_IDS,
+        param=param,
     )
 
 
@@ -243,9 +185,9 @@ async def _encode(service: Service, body: ChatRequest) -> EncodedChat:
     """The prompt: what another server has rendered, or the messages."""
     ids = body.rendered_ids
     if ids is None:
-        limit = None if body.truncate_prompt_tokens is None else service.most_encoded
+        limit = None if body.truncate_prompt_tokens is None else most_encoded(service)
         special = bool(body.add_special_tokens)
         return await body.encode_messages(service, body.messages, add_special_tokens=special, max_tokens=limit)
     if len(ids) > service.llm.model.max_model_len:
         return EncodedChat("", ids, None)  # the request is refused below
-    return EncodedChat(service.decode_tokens(ids), ids, body.choose_tools(service))
+    return EncodedChat(decode_tokens(service, ids), ids, body.choose_tools(service))

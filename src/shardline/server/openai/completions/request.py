@@ -16,6 +16,7 @@ from shardline.server.errors import bad_request, missing_parameter
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Prepared
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
+from shardline.server.prompts import decode_tokens, encode_text, most_encoded, read_embeds
 from shardline.server.service import Service
 from shardline.text.tokenizer import Tokenizer
 
@@ -69,8 +70,8 @@ async def encode_prompt(
     await asyncio.sleep(0)
     if not isinstance(prompt, str):
         return prompt
-    limit = service.most_encoded if truncates else None
-    return await service.encode_prompt(prompt, add_special_tokens, max_tokens=limit)
+    limit = most_encoded(service) if truncates else None
+    return await encode_text(service, prompt, add_special_tokens, max_tokens=limit)
 
 
 class CompletionRequest(SamplingFields):
@@ -219,7 +220,7 @@ async def _read_embeds(service: Service, body: CompletionRequest) -> list[Encode
         raise bad_request(f"'prompt_embeds' has {len(data)} entries; at most {MAX_PROMPTS} are taken.", "prompt_embeds")
     prompts: list[EncodedPrompt] = []
     for one in data:
-        ids, embeds = join_parts([await service.read_embeds(one)])
+        ids, embeds = join_parts([await read_embeds(service, one)])
         if embeds is None:
             raise bad_request("A tensor of 'prompt_embeds' must have at least one row.", "prompt_embeds")
         prompts.append(EncodedPrompt(ids, embeds))
@@ -246,7 +247,7 @@ async def _encode_prompts(
         elif len(prompt) > service.llm.model.max_model_len:
             echoes.append("")  # the request is refused below
         else:
-            echoes.append(service.decode_tokens(prompt))
+            echoes.append(decode_tokens(service, prompt))
     return encoded, echoes
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from shardline.server.errors import ApiError, internal_error
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.responses.writer import ResponseObject, ResponseWriter
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.sse import COMMENT, COMMENT_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -81,12 +82,12 @@ class BackgroundRun:
 
     async def _write(self) -> None:
         if not self.streams:
-            [output] = await self._generation.wait_finished()
+            [output] = await wait_finished(self._generation)
             self._writer.write_whole(output)
             return
         events = self._writer.write_events()
         self._add(next(events))
-        await self._generation.wait_finished(lambda index, output: self._add(events.send((index, output))))
+        await wait_finished(self._generation, lambda index, output: self._add(events.send((index, output))))
         self._add(events.send(None))
 
     def _add(self, body: bytes) -> None:

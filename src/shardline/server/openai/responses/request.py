@@ -11,11 +11,13 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardline.server.errors import bad_request, require_value
 from shardline.server.json_body import RequestModel
-from shardline.server.openai.chat.conversation import MAX_MESSAGES, ChatMessage, ConversationFields, read_effort
+from shardline.server.openai.answer_form import ResponseFormat
+from shardline.server.openai.chat.conversation import ConversationFields, read_effort
 from shardline.server.openai.chat.custom_tools import as_function
+from shardline.server.openai.chat.messages import MAX_MESSAGES, ChatMessage
 from shardline.server.openai.chat.tools import MAX_TOOLS, Tool
 from shardline.server.openai.ignored_fields import check_metadata
-from shardline.server.openai.protocol import CHAT_AND_COMPLETION_FIELDS, ResponseFormat, SamplingFields, refuse_if
+from shardline.server.openai.protocol import CHAT_AND_COMPLETION_FIELDS, SamplingFields, refuse_if
 from shardline.text.custom_input import write_input
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -16,13 +16,15 @@ from shardline.server.documentation import json_answers
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.json_body import StrictRoute
 from shardline.server.openai.answer_format import thinking_budget
-from shardline.server.openai.chat.conversation import ChatMessage
-from shardline.server.openai.chat.request import PreparedChat, prepare_answer
+from shardline.server.openai.answer_parts import check_top_logprobs
+from shardline.server.openai.answer_to_chat import PreparedChat, prepare_answer
+from shardline.server.openai.chat.messages import ChatMessage
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.responses.background import BackgroundRun
 from shardline.server.openai.responses.request import InputItem, ResponsesRequest, to_messages
 from shardline.server.openai.responses.store import ResponseStore
 from shardline.server.openai.responses.writer import RawMessage, ResponseObject, ResponseWriter
+from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.service import Service, new_id
 from shardline.server.sse import STREAM_HEADERS, EventStream
 
@@ -99,7 +101,7 @@ def response_routes(service: Service) -> APIRouter:
             events = generation.mark(writer.write_events(body.num_events_before))
             return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
         async with generation:
-            [output] = await generation.wait_finished()
+            [output] = await wait_finished(generation)
             return Response(writer.write_whole(output), headers=headers, media_type="application/json")
 
     @router.get("/v1/responses/{response_id}", responses=json_answers(ResponseObject, streams=True))
@@ -206,7 +208,7 @@ async def prepare_response(service: Service, body: ResponsesRequest, earlier: Se
     service.require_model(body.model)
     body.check()
     if body.top_logprobs is not None:
-        service.check_top_logprobs(body.top_logprobs)
+        check_top_logprobs(service, body.top_logprobs)
     params = body.sampling_params(
         max_tokens=body.max_output_tokens,
         logprobs=body.num_logprobs,
