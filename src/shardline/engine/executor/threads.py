@@ -52,7 +52,7 @@ class ThreadExecutor(Executor):
         self._progress: list[ProgressBoard] = []
 
     def start(self) -> list[RankReport]:
-        from shardline.runtime.machines.host.torch_detector import resolve_operators
+        from shardline.runtime.machines.host.replay import resolve_operators
         from shardline.runtime.parallel.rendezvous import LocalStore, Meeting
 
         resolve_operators()

@@ -8,7 +8,7 @@ from typing import Literal
 
 from shardline.api.outputs import RequestOutput
 from shardline.server.openai.answer_format import AnswerFormat
-from shardline.server.openai.sent_choice import SentChoice
+from shardline.server.openai.generation import SentChoice
 
 
 @dataclass

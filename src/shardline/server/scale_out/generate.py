@@ -26,10 +26,9 @@ from shardline.server.middleware import REQUEST_ID
 from shardline.server.openai.answer_parts import ChatLogprobs, TokenPieces, Usage, chat_logprobs, usage_of
 from shardline.server.openai.answer_to_chat import prepare_answer
 from shardline.server.openai.chat.conversation import EncodedChat
-from shardline.server.openai.generation import Generation, Prepared
+from shardline.server.openai.generation import Generation, Prepared, SentChoice
 from shardline.server.openai.ignored_fields import MAX_ID_CHARS
 from shardline.server.openai.protocol import SamplingFields, StreamOptions, TokenIds, refuse_if
-from shardline.server.openai.sent_choice import SentChoice
 from shardline.server.openai.whole_answer import wait_finished
 from shardline.server.prompts import decode_tokens
 from shardline.server.scale_out.prompt_scores import NamedRows, check_rows, score_rows

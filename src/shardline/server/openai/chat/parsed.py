@@ -8,7 +8,7 @@ import msgspec
 
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.chat.shapes import AssistantMessage, ChatDelta, CustomCall, FunctionCall, ToolCall
-from shardline.server.openai.sent_choice import Delta
+from shardline.server.openai.generation import Delta
 from shardline.text.tool_parsers.base import AnswerDelta, CallDelta
 
 

@@ -15,8 +15,7 @@ from shardline.server.openai.answer_parts import TokenPieces, Usage, chat_logpro
 from shardline.server.openai.chat.parsed import ParsedChoice
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.chat.shapes import AssistantMessage, ChatChoice, ChatDelta, ChatResponse, whole_fields
-from shardline.server.openai.generation import Generation
-from shardline.server.openai.sent_choice import Delta, SentChoice
+from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.request_metrics import answer_metrics
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event

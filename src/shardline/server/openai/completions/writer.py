@@ -14,8 +14,7 @@ from shardline.messages.request import TokenLogprobs
 from shardline.receipts.receipt import Receipt
 from shardline.server.openai.answer_parts import LOWEST_LOGPROB, TokenPiece, TokenPieces, Usage, usage_of
 from shardline.server.openai.completions.request import CompletionRequest
-from shardline.server.openai.generation import Generation
-from shardline.server.openai.sent_choice import Delta, SentChoice
+from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.request_metrics import answer_metrics
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event

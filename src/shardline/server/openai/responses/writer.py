@@ -15,7 +15,7 @@ from shardline.receipts.receipt import Receipt
 from shardline.server.errors import ApiError
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import ChatLogprob, TokenPieces, chat_logprobs
-from shardline.server.openai.sent_choice import Delta, SentChoice
+from shardline.server.openai.generation import Delta, SentChoice
 from shardline.server.sse import Events
 from shardline.text.answer_parser import AnswerParser
 from shardline.text.tool_parsers.base import AnswerDelta
