@@ -164,8 +164,12 @@ def greedy_argmax(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: S
     yield Trial(compute, EVEN)
 
 
-def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Callable[[slice], Sequence[Any]]]) -> MakeTrials:
-    """Kernels that change logits. `arguments` gives the others of some rows, for rows of so many logits."""
+Arguments = Callable[[Any, slice], Sequence[Any]]
+"""Kernels and some rows -> what these kernels get besides the logits of these rows."""
+
+
+def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Arguments]) -> MakeTrials:
+    """Kernels that change logits. `arguments` is called with the numbers of rows and of logits."""
 
     def trials(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
         logits = _logits(memory, sizes)
@@ -173,7 +177,7 @@ def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Callable[
 
         def compute(kernels: Any, rows: slice) -> Outputs:
             out = memory.empty(*logits[rows].shape, dtype=torch.float32).copy_(logits[rows])
-            getattr(kernels, name)(out, *rest(rows))
+            getattr(kernels, name)(out, *rest(kernels, rows))
             return (out,)
 
         yield Trial(compute, EVEN)
@@ -181,26 +185,34 @@ def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Callable[
     return trials
 
 
-def mask_arguments(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Callable[[slice], Sequence[Any]]:
+def mask_arguments(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Arguments:
     words = memory.below(1 << 32, count, 2 * -(-vocabulary // 64)).int()
-    return lambda rows: (
+    return lambda kernels, rows: (
         torch.arange(len(words[rows]), device=memory.device).flip(0),
         memory.place(words[rows].flip(0)),
     )
 
 
-def penalties(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Callable[[slice], Sequence[Any]]:
-    """Each row has 10 entries; some of its newest tokens have one."""
+def penalties(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Arguments:
+    """Most rows have 10 entries, one has none and one those of two blocks; some of their newest tokens have one. Ids
+    outside the vocabulary are for kernels that ignore them: torch's do not."""
     repetition = 1 + memory.numbers(count, dtype=torch.float32).abs()
     presence, frequency = (memory.numbers(count, dtype=torch.float32) for _ in range(2))
-    ids = torch.stack([memory.order(vocabulary)[:10] for _ in range(count)]).int().to(memory.device)
-    counts, in_prompt = memory.below(3, count, 10, dtype=torch.int32), memory.below(2, count, 10).bool()
-    bias, newest = memory.numbers(count, 10, dtype=torch.float32), memory.below(vocabulary, count)
-    newest[:2], newest[-1] = ids[:2, 3].long(), -1
+    lengths = [10, min(257, vocabulary), 0, *[10] * (count - 3)]
+    ids = torch.cat([memory.order(vocabulary)[:length] for length in lengths]).int()
+    newest = memory.below(vocabulary, count)
+    newest[:2], newest[-2], newest[-1] = ids[torch.tensor([3, 13])].long(), vocabulary, -1
+    ids[5], ids[-2] = vocabulary, vocabulary
+    counts, in_prompt = memory.below(3, len(ids), dtype=torch.int32), memory.below(2, len(ids)).bool()
+    bias, ids = memory.numbers(len(ids), dtype=torch.float32), memory.place(ids)
+    owner = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to(memory.device)
 
-    def of_rows(rows: slice) -> Sequence[Any]:
-        offsets = 10 * torch.arange(len(ids[rows]) + 1, dtype=torch.int32, device=memory.device)
-        entries = [memory.place(part[rows].flatten()) for part in (ids, counts, in_prompt, bias)]
+    def of_rows(kernels: Any, rows: slice) -> Sequence[Any]:
+        first, end, _ = rows.indices(count)
+        kept = (owner >= first) & (owner < end) & ((ids < vocabulary) | isinstance(kernels, CudaKernels))
+        offsets = torch.zeros(end - first + 1, dtype=torch.int32, device=memory.device)
+        offsets[1:] = torch.bincount(owner[kept] - first, minlength=end - first).cumsum(0)
+        entries = [memory.place(part[kept]) for part in (ids, counts, in_prompt, bias)]
         return (repetition[rows], presence[rows], frequency[rows], offsets, *entries, newest[rows])
 
     return of_rows
