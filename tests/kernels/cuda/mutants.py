@@ -161,6 +161,7 @@ MUTANTS = (
     Mutant(
         "greedy_argmax", "sampling.argmax_of_row", "tl.min(tl.where(largest == top, best, vocab_size)", "tl.max(best"
     ),
+    Mutant("greedy_argmax", "sampling._greedy_kernel", "row * stride", "row * vocab_size"),
     Mutant("mask_tokens", "mask._mask_kernel", "token // 32", "token // 31"),
     Mutant("mask_tokens", "mask._mask_kernel", "tl.load(rows_ptr + index)", "index"),
     Mutant("mask_tokens", "mask._mask_kernel", "(token < width)", "(token < width - 1)"),
@@ -174,6 +175,8 @@ MUTANTS = (
     Mutant("sample", "sampling._weights", "weight >= min_p", "weight >= 0"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "num_larger + 1", "num_larger"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "tl.log(total)", "tl.log(total + 1.0)"),
+    Mutant("logprobs", "logprobs._logprobs_kernel", "* stride", "* vocab_size"),
+    Mutant("row_digests", "row_digests._digest_kernel", "row * stride", "row * width"),
     Mutant("row_digests", "row_digests._digest_kernel", ">> 30", ">> 29"),
     Mutant("row_digests", "row_digests._digest_kernel", "tl.where(column < width,", "tl.where(column < width - 1,"),
 )

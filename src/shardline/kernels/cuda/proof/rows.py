@@ -155,12 +155,13 @@ def route(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) ->
     yield Trial(lambda kernels, rows: (choose(kernels, rows)[1],))
 
 
-def _logits(memory: Memory, sizes: Sizes) -> Tensor:
-    return 3 * memory.numbers(6, sizes["vocabulary"], dtype=torch.float32)
+def _logits(memory: Memory, sizes: Sizes, count: int = 6) -> Tensor:
+    """Strided rows."""
+    return memory.numbers(count, sizes["vocabulary"] + 16, dtype=torch.float32).mul_(3)[:, 16:]
 
 
 def greedy_argmax(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    logits = memory.place(_logits(memory, sizes).round())  # with ties
+    logits = _logits(memory, sizes).round_()  # with ties
     logits[1, 0], logits[2, -1], logits[3, 0] = torch.nan, 99.0, 99.0
 
     def compute(kernels: Any, rows: slice) -> Outputs:
