@@ -61,6 +61,10 @@ GROUPED = KernelCase(
 )
 
 
+LARGE = KernelCase("sample", "float32", {"vocabulary": 9000})
+"""More tokens than are collected before a cut-off is sought."""
+
+
 class Mutant(NamedTuple):
     """A change of one place in the source of a kernel, or of a function that it calls."""
 
@@ -173,6 +177,11 @@ MUTANTS = (
     Mutant("sample", "sampling._uniform", ">> 11", ">> 12"),
     Mutant("sample", "sampling._sample_kernel", "temperature < GREEDY_BELOW", "temperature <= 1.0"),
     Mutant("sample", "sampling._weights", "weight >= min_p", "weight >= 0"),
+    Mutant("sample", "sampling._weights", "rank >= floor", "rank > floor"),
+    Mutant("sample", "sampling.rank_of", "logit + 0.0", "logit"),
+    Mutant("sample", "sampling._last_of_equals", "< missing", "<= missing"),
+    Mutant("sample", "sampling._uniform", "position >> 32", "position >> 31"),
+    Mutant("sample", "sampling._narrow", "number <= MOST, number, 0", "number <= 2 * MOST, number, 0", LARGE),
     Mutant("logprobs", "logprobs._logprobs_kernel", "num_larger + 1", "num_larger"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "tl.log(total)", "tl.log(total + 1.0)"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "* stride", "* vocab_size"),
