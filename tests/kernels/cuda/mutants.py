@@ -137,9 +137,7 @@ MUTANTS = (
         "range(tl.cdiv(position + 1, SPLIT) - 1, first_split - 1, -1)",
     ),
     Mutant("attention", "attention_kernel.attention_kernel", "part * part_step", "part"),
-    Mutant("attention", "attention_kernel.merge_ranks_kernel", "* num_splits):", "* num_splits - 1):"),
     Mutant("attention", "attention_kernel.merge_kernel", "cdiv(position + 1, SPLIT)", "cdiv(position + 2, SPLIT)"),
-    Mutant("attention", "attention_kernel.merge_kernel", "position - window + 1", "position - window", WINDOWED),
     Mutant("attention", "attention_kernel.merge_kernel", "position - window + 1", "position - window + 2", WINDOWED),
     Mutant("mla", "attention_kernel.attention_kernel", "* rope_head_stride", "* (rope_head_stride - 1)"),
     Mutant(

@@ -110,10 +110,11 @@ def rope(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> 
     yield Trial(_of_slots(pages, slots, block), EVEN)
 
 
-_CONTEXTS = ((65, 3), (1, 1), (1538, 2), (17, 1))
+_CONTEXTS = ((65, 3), (1, 1), (514, 2), (17, 1))
 """For each sequence, its keys and its new tokens. Those of the first end before and behind the end of a tile of 32 or
-64 keys: the later ones see it whole, and need no mask there. The third has keys in four splits, so that each of two
-ranks has two."""
+64 keys: the later ones see it whole, and need no mask there."""
+_OF_RANKS = ((1538, 2),)
+"""Keys in four splits, so that each of two ranks has two."""
 
 
 class _Tables(NamedTuple):
@@ -165,14 +166,14 @@ def attention(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes
     heads, dim, block, window = sizes["kv_heads"], sizes["dim"], sizes["block"], _short(sizes["window"])
     # The last token of the last one sees the keys up to a split's end, or those of a window from a split's begin on.
     several = (*_CONTEXTS, (attention_kernels.SPLIT_KEYS + (window or 0), 2))
-    blocks = _pages_of(memory, block, several)
+    blocks = _pages_of(memory, block, several + _OF_RANKS)
     shape = (int(blocks.max()) + 1, heads, block, dim)
     (keys, key_scales), (values, value_scales) = (_stored_numbers(memory, dtype, sizes["kv"], *shape) for _ in "kv")
-    late = blocks[2, attention_kernels.SPLIT_KEYS // block :].long()
+    late = blocks[[0, 2], attention_kernels.SPLIT_KEYS // block :].long()
     (keys if key_scales is None else key_scales)[late] *= 8  # a later split has the largest scores, too
     cache, scales = (keys, values), (key_scales, value_scales)
     curve = (dim**-0.5, window, sizes["softcap"])
-    for contexts in (several, tuple((min(context, 600), 1) for context, _ in several)):
+    for contexts in (several, _OF_RANKS, tuple((context, 1) for context, _ in several)):
         query = memory.numbers(sum(new for _, new in contexts), heads * sizes["group"], dim, dtype=dtype)
 
         def attend(
@@ -205,8 +206,12 @@ def attention(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes
             own.merge_partials(sums[0], sums[1], outputs, out, None)
             return (out,)
 
-        yield Trial(attend, ((0, 1), (2, 3), (5, 6)) if contexts is several else ((0, 1), (2, 3)))
-        yield Trial(attend, (), in_parts if contexts is several else in_turn)
+        if contexts is _OF_RANKS:
+            yield Trial(attend, (), in_parts)
+        else:
+            yield Trial(attend, ((0, 1), (2, 3), (5, 6)) if contexts is several else ((0, 1), (2, 3)))
+        if len(query) == len(contexts):
+            yield Trial(attend, (), in_turn)
 
 
 def mla(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:

@@ -228,22 +228,22 @@ def penalties(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Argu
 
 
 def sample(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    """Rows 8 to 11 have four equal largest logits, of which top_p keeps two; rows 12 to 14 too, zeros of both signs, of
+    """Rows 8 to 10 have four equal largest logits, of which top_p keeps two; rows 11 and 12 too, zeros of both signs, of
     which top_k, which is 2, keeps all. The last row is so flat that top_p keeps most of the vocabulary."""
-    count = 16
+    count = 14
     logits = memory.numbers(count, sizes["vocabulary"] + 16, dtype=torch.float32)[:, 16:]
-    logits[8:12, [7, 60, 150, -1]], logits[-1] = 9.0, logits[-1] / 100
-    logits[12:15] -= 9.0
-    logits[12:15, [7, 150]], logits[12:15, [60, -1]] = 0.0, -0.0
+    logits[8:11, [7, 60, 150, -1]], logits[-1] = 9.0, logits[-1] / 100
+    logits[11:13] -= 9.0
+    logits[11:13, [7, 150]], logits[11:13, [60, -1]] = 0.0, -0.0
     temperature, top_p, min_p = (
         memory.place(torch.tensor(part))
         for part in (
-            [0.0, 1.0, 0.7, 1.3, 1.0, 0.9, 1.0, 2.0] + [1.0] * 8,
-            [1.0, 1.0, 0.8, 1.0, 0.9, 0.5, 1.0, 1.0] + [0.5] * 4 + [1.0] * 3 + [0.95],
-            [0.0] * 3 + [0.1] + [0.0] * 2 + [0.2] + [0.0] + [0.5] * 4 + [0.0] * 4,
+            [0.0, 1.0, 0.7, 1.3, 1.0, 0.9, 1.0, 2.0] + [1.0] * 6,
+            [1.0, 1.0, 0.8, 1.0, 0.9, 0.5, 1.0, 1.0] + [0.5] * 3 + [1.0] * 2 + [0.95],
+            [0.0] * 3 + [0.1] + [0.0] * 2 + [0.2] + [0.0] + [0.5] * 3 + [0.0] * 3,
         )
     )
-    top_k = memory.place(torch.tensor([0, 0, 0, 7, 20, 0, 0, 3] + [0] * 4 + [2] * 3 + [0], dtype=torch.int32))
+    top_k = memory.place(torch.tensor([0, 0, 0, 7, 20, 0, 0, 3] + [0] * 3 + [2] * 2 + [0], dtype=torch.int32))
     seeds, choices, positions = (memory.below(1 << 40, count), memory.below(4, count), memory.below(1 << 40, count))
 
     def compute(kernels: Any, rows: slice) -> Outputs:
