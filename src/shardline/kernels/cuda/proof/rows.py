@@ -228,8 +228,8 @@ def penalties(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Argu
 
 
 def sample(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    """Rows 8 to 10 have four equal largest logits, of which top_p keeps two; rows 11 and 12 too, zeros of both signs, of
-    which top_k, which is 2, keeps all. The last row is so flat that top_p keeps most of the vocabulary."""
+    """Rows 8 to 10 have four equal largest logits, of which top_p keeps two; rows 11 and 12 too, zeros of both signs,
+    of which top_k, which is 2, keeps all. The last row is so flat that top_p keeps most of the vocabulary."""
     count = 14
     logits = memory.numbers(count, sizes["vocabulary"] + 16, dtype=torch.float32)[:, 16:]
     logits[8:11, [7, 60, 150, -1]], logits[-1] = 9.0, logits[-1] / 100
