@@ -131,7 +131,7 @@ def route(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) ->
     count, chosen, experts = 24, sizes["chosen"], sizes["experts"]
     logits = memory.numbers(count, experts + 1, dtype=torch.float32)
     bias = memory.numbers(experts, dtype=torch.float32) if sizes["bias"] else None
-    logits[4] = torch.nan  # the lowest ids
+    logits[4, : experts if sizes["sigmoid"] else 1] = torch.nan  # no score is a number: the lowest ids
     slots = memory.below(9, count)
     slots[3], slots[-1] = -1, -1
     rest = (experts, sizes["groups"], sizes["top_groups"], sizes["top2_sum"])
