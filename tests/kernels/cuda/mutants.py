@@ -61,6 +61,10 @@ GROUPED = KernelCase(
 )
 
 
+LARGE = KernelCase("sample", "float32", {"vocabulary": 9000})
+"""More tokens than are collected before a cut-off is sought."""
+
+
 class Mutant(NamedTuple):
     """A change of one place in the source of a kernel, or of a function that it calls."""
 
@@ -96,6 +100,9 @@ MUTANTS = (
     Mutant("linear_heads", "linear._linear_kernel", "matrix * weight_head_stride", "0 * weight_head_stride"),
     Mutant("quantize_rows", "quantize.as_bytes", "x * inverse, 0.0)", "x * inverse + 0.25, 0.0)"),
     Mutant("quantize_rows", "quantize.as_bytes", "magnitude, 127.0", "magnitude, 128.0"),
+    Mutant("quantize_rows", "quantize.as_bytes", "tl.max((x != x).to(tl.int32), axis=0)", "0"),
+    Mutant("quantize_rows", "quantize.as_bytes", "magnitude >= 1e-36", "magnitude > 0.0"),
+    Mutant("quantize_rows", "quantize._quantize_kernel", "row * x_stride", "row * width"),
     Mutant("rms_norm", "norm._norm_kernel", "inside = column < width", "inside = column < width - 1"),
     Mutant("rms_norm", "norm._norm_kernel", "row * residual_stride", "0 * residual_stride"),
     Mutant("rms_norm", "norm._norm_kernel", "row % per_token * head_stride", "0 * head_stride"),
@@ -129,6 +136,9 @@ MUTANTS = (
         "range(first_split, tl.cdiv(position + 1, SPLIT))",
         "range(tl.cdiv(position + 1, SPLIT) - 1, first_split - 1, -1)",
     ),
+    Mutant("attention", "attention_kernel.attention_kernel", "part * part_step", "part"),
+    Mutant("attention", "attention_kernel.merge_kernel", "cdiv(position + 1, SPLIT)", "cdiv(position + 2, SPLIT)"),
+    Mutant("attention", "attention_kernel.merge_kernel", "position - window + 1", "position - window + 2", WINDOWED),
     Mutant("mla", "attention_kernel.attention_kernel", "* rope_head_stride", "* (rope_head_stride - 1)"),
     Mutant(
         "mla", "kv_cache._write_latent_kernel", "row + RANK + column, rope_key", "row + RANK - 1 + column, rope_key"
@@ -142,6 +152,9 @@ MUTANTS = (
         'member[None, :] < 0, float("-inf")',
         GROUPED,
     ),
+    Mutant("route", "routing._route_kernel", "tl.load(slots_ptr + token) < 0", "tl.load(slots_ptr) < 0"),
+    Mutant("route", "routing._route_kernel", "is_slot & (chosen >= 0)", "is_slot"),
+    Mutant("route", "routing._route_kernel", "eligible, NEVER)", "eligible, eligible)"),
     Mutant("experts", "experts._grouped_kernel", "expert * expert_stride", "0 * expert_stride"),
     Mutant("experts", "experts._combine_kernel", "weights_ptr + place)", "weights_ptr + token * CHOSEN)"),
     Mutant("softcap", "softcap._softcap_kernel", "cap * tanh", "tanh"),
@@ -150,16 +163,27 @@ MUTANTS = (
     Mutant(
         "greedy_argmax", "sampling.argmax_of_row", "tl.min(tl.where(largest == top, best, vocab_size)", "tl.max(best"
     ),
+    Mutant("greedy_argmax", "sampling._greedy_kernel", "row * stride", "row * vocab_size"),
     Mutant("mask_tokens", "mask._mask_kernel", "token // 32", "token // 31"),
     Mutant("mask_tokens", "mask._mask_kernel", "tl.load(rows_ptr + index)", "index"),
     Mutant("mask_tokens", "mask._mask_kernel", "(token < width)", "(token < width - 1)"),
     Mutant("penalize", "penalties._penalized", "- presence", "- 0.0 * presence"),
     Mutant("penalize", "penalties._penalize_kernel", "(num_found == 0)", "(num_found >= 0)"),
+    Mutant("penalize", "penalties._penalize_kernel", "(token < vocab_size)", "(token <= vocab_size)"),
+    Mutant("penalize", "penalties._penalize_kernel", "(uncounted < vocab_size)", "(uncounted <= vocab_size)"),
+    Mutant("penalize", "penalties._penalize_kernel", "end, BLOCK)", "end - 1, BLOCK)"),
     Mutant("sample", "sampling._uniform", ">> 11", ">> 12"),
     Mutant("sample", "sampling._sample_kernel", "temperature < GREEDY_BELOW", "temperature <= 1.0"),
     Mutant("sample", "sampling._weights", "weight >= min_p", "weight >= 0"),
+    Mutant("sample", "sampling._weights", "rank >= floor", "rank > floor"),
+    Mutant("sample", "sampling.rank_of", "logit + 0.0", "logit"),
+    Mutant("sample", "sampling._last_of_equals", "< missing", "<= missing"),
+    Mutant("sample", "sampling._uniform", "position >> 32", "position >> 31"),
+    Mutant("sample", "sampling._narrow", "number <= MOST, number, 0", "number <= 2 * MOST, number, 0", LARGE),
     Mutant("logprobs", "logprobs._logprobs_kernel", "num_larger + 1", "num_larger"),
     Mutant("logprobs", "logprobs._logprobs_kernel", "tl.log(total)", "tl.log(total + 1.0)"),
+    Mutant("logprobs", "logprobs._logprobs_kernel", "* stride", "* vocab_size"),
+    Mutant("row_digests", "row_digests._digest_kernel", "row * stride", "row * width"),
     Mutant("row_digests", "row_digests._digest_kernel", ">> 30", ">> 29"),
     Mutant("row_digests", "row_digests._digest_kernel", "tl.where(column < width,", "tl.where(column < width - 1,"),
 )

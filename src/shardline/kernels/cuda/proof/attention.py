@@ -113,6 +113,8 @@ def rope(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> 
 _CONTEXTS = ((65, 3), (1, 1), (514, 2), (17, 1))
 """For each sequence, its keys and its new tokens. Those of the first end before and behind the end of a tile of 32 or
 64 keys: the later ones see it whole, and need no mask there."""
+_OF_RANKS = ((1538, 2),)
+"""Keys in four splits, so that each of two ranks has two."""
 
 
 class _Tables(NamedTuple):
@@ -138,10 +140,10 @@ def _tables(memory: Memory, blocks: Tensor, rows: slice, contexts: Sequence[tupl
     return _Tables(memory.place(blocks[chosen]), *map(memory.place, numbers))
 
 
-def _pages_of(memory: Memory, block: int) -> Tensor:
+def _pages_of(memory: Memory, block: int, contexts: Sequence[tuple[int, int]]) -> Tensor:
     """The blocks of each sequence, in a random order: block 0 is nobody's."""
-    width = -(-max(context for context, _ in _CONTEXTS) // block)
-    return 1 + memory.order(len(_CONTEXTS) * width).view(len(_CONTEXTS), width).int()
+    width = -(-max(context for context, _ in contexts) // block)
+    return 1 + memory.order(len(contexts) * width).view(len(contexts), width).int()
 
 
 def _stored_numbers(memory: Memory, dtype: torch.dtype, kv: str, *sizes: int) -> tuple[Tensor, Tensor | None]:
@@ -161,15 +163,17 @@ def _short(window: int | None) -> int | None:
 
 
 def attention(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    heads, dim, block = sizes["kv_heads"], sizes["dim"], sizes["block"]
-    blocks = _pages_of(memory, block)
+    heads, dim, block, window = sizes["kv_heads"], sizes["dim"], sizes["block"], _short(sizes["window"])
+    # The last token of the last one sees the keys up to a split's end, or those of a window from a split's begin on.
+    several = (*_CONTEXTS, (attention_kernels.SPLIT_KEYS + (window or 0), 2))
+    blocks = _pages_of(memory, block, several + _OF_RANKS)
     shape = (int(blocks.max()) + 1, heads, block, dim)
     (keys, key_scales), (values, value_scales) = (_stored_numbers(memory, dtype, sizes["kv"], *shape) for _ in "kv")
-    late = blocks[2, attention_kernels.SPLIT_KEYS // block :].long()
+    late = blocks[[0, 2], attention_kernels.SPLIT_KEYS // block :].long()
     (keys if key_scales is None else key_scales)[late] *= 8  # a later split has the largest scores, too
     cache, scales = (keys, values), (key_scales, value_scales)
-    curve = (dim**-0.5, _short(sizes["window"]), sizes["softcap"])
-    for contexts in (_CONTEXTS, [(context, 1) for context, _ in _CONTEXTS]):
+    curve = (dim**-0.5, window, sizes["softcap"])
+    for contexts in (several, _OF_RANKS, tuple((context, 1) for context, _ in several)):
         query = memory.numbers(sum(new for _, new in contexts), heads * sizes["group"], dim, dtype=dtype)
 
         def attend(
@@ -202,13 +206,17 @@ def attention(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes
             own.merge_partials(sums[0], sums[1], outputs, out, None)
             return (out,)
 
-        yield Trial(attend, ((0, 1), (2, 3), (5, 6)) if contexts is _CONTEXTS else ((0, 1), (2, 3)))
-        yield Trial(attend, (), in_parts if contexts is _CONTEXTS else in_turn)
+        if contexts is _OF_RANKS:
+            yield Trial(attend, (), in_parts)
+        else:
+            yield Trial(attend, ((0, 1), (2, 3), (5, 6)) if contexts is several else ((0, 1), (2, 3)))
+        if len(query) == len(contexts):
+            yield Trial(attend, (), in_turn)
 
 
 def mla(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
     rank, rotary, block, heads = sizes["rank"], sizes["rotary"], sizes["block"], 3
-    blocks = _pages_of(memory, block)
+    blocks = _pages_of(memory, block, _CONTEXTS)
     pages = int(blocks.max()) + 1
     values, scales = _stored_numbers(memory, dtype, sizes["kv"], pages, block, rank)
     if scales is None:

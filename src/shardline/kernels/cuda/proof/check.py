@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,7 +119,8 @@ MakeTrials = Callable[[Memory, CudaKernels, torch.dtype, Sizes], Trials]
 def examine(trial: Trial, memory: Memory, own: CudaKernels, stand_ins: StandIns) -> str:
     """What is wrong with a kernel; empty: nothing."""
     memory.is_overrun()
-    whole = trial.compute(own, ALL)
+    with _nothing_kept():
+        whole = trial.compute(own, ALL)
     if memory.is_overrun():
         return "writes beyond its output"
     expected = trial.compute(stand_ins, ALL) if trial.same_as is None else trial.same_as()
@@ -134,6 +136,16 @@ def examine(trial: Trial, memory: Memory, own: CudaKernels, stand_ins: StandIns)
         if not all(_same(found, of_all[rows]) for found, of_all in zip(alone, whole, strict=True)):
             return f"gives rows {rows.start} to {rows.stop - 1} other bits alone than among others"
     return "writes beyond its output" if memory.is_overrun() else ""
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """`torch.empty` gives NaN and the largest integers, so that reads of what no kernel has written are noticed."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardline.kernels.cuda.gpu_kernels import CudaKernels
 from shardline.kernels.cuda.proof.check import MakeTrials, Memory, Outputs, Sizes, Trial, Trials, product
+from shardline.kernels.cuda.proof.rows import with_extremes
 from shardline.kernels.cuda.w4a16 import pack_w4a16
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
@@ -87,7 +88,7 @@ def fp8(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> T
         def call(kernels: Any, x: Tensor, out: Tensor, values: Tensor = values, scales: Tensor = scales) -> None:
             kernels.linear_fp8(x, values, scales, None, out, gate or None)
 
-        x = memory.numbers(rows, depth, dtype=dtype)
+        x = with_extremes(memory.numbers(rows, depth + 16, dtype=dtype)[:, 16:])
         yield Trial(product(memory, x, columns, out_dtype, call), [place for place in _PLACES if place[1] <= rows])
 
 

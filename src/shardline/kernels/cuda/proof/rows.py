@@ -13,14 +13,22 @@ from shardline.kernels.cuda.proof.check import ALL, EVEN, MakeTrials, Memory, Ou
 
 
 def quantize_rows(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    x = memory.numbers(5, sizes["width"], dtype=dtype)
+    x = with_extremes(memory.numbers(8, sizes["width"] + 16, dtype=dtype)[:, 16:])
 
     def compute(kernels: Any, rows: slice) -> Outputs:
         values, scales, sums = _quantized(memory, own, len(x[rows]), sizes["width"])
         kernels.quantize_rows(x[rows], values, scales, sums)
-        return values, scales
+        return values, scales, scales == 0.0
 
     yield Trial(compute, EVEN)
+
+
+def with_extremes(x: Tensor) -> Tensor:
+    """Rows, of which four are now not finite, too small to be quantized, and hardly large enough."""
+    x[3, -1], x[4, 0] = torch.nan, torch.inf
+    x[5] *= 1e-37 / x[5].abs().max()
+    x[6] *= 1e-35 / x[6].abs().max()
+    return x
 
 
 def _quantized(memory: Memory, own: CudaKernels, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +131,9 @@ def route(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) ->
     count, chosen, experts = 24, sizes["chosen"], sizes["experts"]
     logits = memory.numbers(count, experts + 1, dtype=torch.float32)
     bias = memory.numbers(experts, dtype=torch.float32) if sizes["bias"] else None
+    logits[4, : experts if sizes["sigmoid"] else 1] = torch.nan  # no score is a number: the lowest ids
     slots = memory.below(9, count)
+    slots[3], slots[-1] = -1, -1
     rest = (experts, sizes["groups"], sizes["top_groups"], sizes["top2_sum"])
 
     def choose(kernels: Any, rows: slice) -> tuple[Outputs, Tensor]:
@@ -132,21 +142,26 @@ def route(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) ->
             memory.empty(len(some), chosen, dtype=torch.int32),
             memory.empty(len(some), chosen, dtype=torch.float32),
         )
-        gate, counts = memory.empty(len(some), dtype=torch.float32), torch.zeros_like(logits[0, :-1], dtype=torch.int64)
+        gate = memory.empty(len(some), dtype=torch.float32)
+        counts = memory.empty(experts, dtype=torch.int64).zero_()
         shape = (sizes["sigmoid"], sizes["normalized"], 1.5, *rest, slots[rows])
         kernels.route_experts(some, bias, ids, weights, gate, counts, *shape)
+        if kernels is own.stand_ins:  # they do not know padding
+            ids[slots[rows] < 0] = -1
+            counts.copy_(torch.bincount(ids[ids >= 0], minlength=experts))
         return (ids, weights, gate), counts
 
     yield Trial(lambda kernels, rows: choose(kernels, rows)[0], EVEN)
     yield Trial(lambda kernels, rows: (choose(kernels, rows)[1],))
 
 
-def _logits(memory: Memory, sizes: Sizes) -> Tensor:
-    return 3 * memory.numbers(6, sizes["vocabulary"], dtype=torch.float32)
+def _logits(memory: Memory, sizes: Sizes, count: int = 6) -> Tensor:
+    """Strided rows."""
+    return memory.numbers(count, sizes["vocabulary"] + 16, dtype=torch.float32).mul_(3)[:, 16:]
 
 
 def greedy_argmax(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    logits = memory.place(_logits(memory, sizes).round())  # with ties
+    logits = _logits(memory, sizes).round_()  # with ties
     logits[1, 0], logits[2, -1], logits[3, 0] = torch.nan, 99.0, 99.0
 
     def compute(kernels: Any, rows: slice) -> Outputs:
@@ -158,8 +173,12 @@ def greedy_argmax(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: S
     yield Trial(compute, EVEN)
 
 
-def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Callable[[slice], Sequence[Any]]]) -> MakeTrials:
-    """Kernels that change logits. `arguments` gives the others of some rows, for rows of so many logits."""
+Arguments = Callable[[Any, slice], Sequence[Any]]
+"""Kernels and some rows -> what these kernels get besides the logits of these rows."""
+
+
+def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Arguments]) -> MakeTrials:
+    """Kernels that change logits. `arguments` is called with the numbers of rows and of logits."""
 
     def trials(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
         logits = _logits(memory, sizes)
@@ -167,7 +186,7 @@ def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Callable[
 
         def compute(kernels: Any, rows: slice) -> Outputs:
             out = memory.empty(*logits[rows].shape, dtype=torch.float32).copy_(logits[rows])
-            getattr(kernels, name)(out, *rest(rows))
+            getattr(kernels, name)(out, *rest(kernels, rows))
             return (out,)
 
         yield Trial(compute, EVEN)
@@ -175,44 +194,57 @@ def in_place(name: str, arguments: Callable[[Memory, Sizes, int, int], Callable[
     return trials
 
 
-def mask_arguments(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Callable[[slice], Sequence[Any]]:
+def mask_arguments(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Arguments:
     words = memory.below(1 << 32, count, 2 * -(-vocabulary // 64)).int()
-    return lambda rows: (
+    return lambda kernels, rows: (
         torch.arange(len(words[rows]), device=memory.device).flip(0),
         memory.place(words[rows].flip(0)),
     )
 
 
-def penalties(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Callable[[slice], Sequence[Any]]:
-    """Each row has 10 entries; some of its newest tokens have one."""
+def penalties(memory: Memory, sizes: Sizes, count: int, vocabulary: int) -> Arguments:
+    """Most rows have 10 entries, one has none and one those of two blocks; some of their newest tokens have one. Ids
+    outside the vocabulary are for kernels that ignore them: torch's do not."""
     repetition = 1 + memory.numbers(count, dtype=torch.float32).abs()
     presence, frequency = (memory.numbers(count, dtype=torch.float32) for _ in range(2))
-    ids = torch.stack([memory.order(vocabulary)[:10] for _ in range(count)]).int().to(memory.device)
-    counts, in_prompt = memory.below(3, count, 10, dtype=torch.int32), memory.below(2, count, 10).bool()
-    bias, newest = memory.numbers(count, 10, dtype=torch.float32), memory.below(vocabulary, count)
-    newest[:2], newest[-1] = ids[:2, 3].long(), -1
+    lengths = [10, min(257, vocabulary), 0, *[10] * (count - 3)]
+    ids = torch.cat([memory.order(vocabulary)[:length] for length in lengths]).int()
+    newest = memory.below(vocabulary, count)
+    newest[:2], newest[-2], newest[-1] = ids[torch.tensor([3, 13])].long(), vocabulary, -1
+    ids[5], ids[-2] = vocabulary, vocabulary
+    counts, in_prompt = memory.below(3, len(ids), dtype=torch.int32), memory.below(2, len(ids)).bool()
+    bias, ids = memory.numbers(len(ids), dtype=torch.float32), memory.place(ids)
+    owner = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to(memory.device)
 
-    def of_rows(rows: slice) -> Sequence[Any]:
-        offsets = 10 * torch.arange(len(ids[rows]) + 1, dtype=torch.int32, device=memory.device)
-        entries = [memory.place(part[rows].flatten()) for part in (ids, counts, in_prompt, bias)]
+    def of_rows(kernels: Any, rows: slice) -> Sequence[Any]:
+        first, end, _ = rows.indices(count)
+        kept = (owner >= first) & (owner < end) & ((ids < vocabulary) | isinstance(kernels, CudaKernels))
+        offsets = torch.zeros(end - first + 1, dtype=torch.int32, device=memory.device)
+        offsets[1:] = torch.bincount(owner[kept] - first, minlength=end - first).cumsum(0)
+        entries = [memory.place(part[kept]) for part in (ids, counts, in_prompt, bias)]
         return (repetition[rows], presence[rows], frequency[rows], offsets, *entries, newest[rows])
 
     return of_rows
 
 
 def sample(memory: Memory, own: CudaKernels, dtype: torch.dtype, sizes: Sizes) -> Trials:
-    count = 8
-    logits = memory.numbers(count, sizes["vocabulary"], dtype=torch.float32)
+    """Rows 8 to 10 have four equal largest logits, of which top_p keeps two; rows 11 and 12 too, zeros of both signs,
+    of which top_k, which is 2, keeps all. The last row is so flat that top_p keeps most of the vocabulary."""
+    count = 14
+    logits = memory.numbers(count, sizes["vocabulary"] + 16, dtype=torch.float32)[:, 16:]
+    logits[8:11, [7, 60, 150, -1]], logits[-1] = 9.0, logits[-1] / 100
+    logits[11:13] -= 9.0
+    logits[11:13, [7, 150]], logits[11:13, [60, -1]] = 0.0, -0.0
     temperature, top_p, min_p = (
         memory.place(torch.tensor(part))
         for part in (
-            [0.0, 1.0, 0.7, 1.3, 1.0, 0.9, 1.0, 2.0],
-            [1.0, 1.0, 0.8, 1.0, 0.9, 0.5, 1.0, 1.0],
-            [0.0] * 3 + [0.1] + [0.0] * 2 + [0.2] + [0.0],
+            [0.0, 1.0, 0.7, 1.3, 1.0, 0.9, 1.0, 2.0] + [1.0] * 6,
+            [1.0, 1.0, 0.8, 1.0, 0.9, 0.5, 1.0, 1.0] + [0.5] * 3 + [1.0] * 2 + [0.95],
+            [0.0] * 3 + [0.1] + [0.0] * 2 + [0.2] + [0.0] + [0.5] * 3 + [0.0] * 3,
         )
     )
-    top_k = memory.place(torch.tensor([0, 0, 0, 7, 20, 0, 0, 3], dtype=torch.int32))
-    seeds, choices, positions = (memory.below(1 << 40, count), memory.below(4, count), memory.below(1 << 20, count))
+    top_k = memory.place(torch.tensor([0, 0, 0, 7, 20, 0, 0, 3] + [0] * 3 + [2] * 2 + [0], dtype=torch.int32))
+    seeds, choices, positions = (memory.below(1 << 40, count), memory.below(4, count), memory.below(1 << 40, count))
 
     def compute(kernels: Any, rows: slice) -> Outputs:
         tokens = memory.empty(len(logits[rows]), dtype=torch.int64)

@@ -30,7 +30,7 @@ TRIALS: Mapping[str, MakeTrials] = {
     "mla": attention.mla,
     "route": rows.route,
     "experts": products.experts,
-    "softcap": rows.in_place("softcap", lambda memory, sizes, count, vocabulary: lambda rows: (sizes["cap"],)),
+    "softcap": rows.in_place("softcap", lambda memory, sizes, *shape: lambda kernels, rows: (sizes["cap"],)),
     "greedy_argmax": rows.greedy_argmax,
     "mask_tokens": rows.in_place("mask_tokens", rows.mask_arguments),
     "penalize": rows.in_place("penalize", rows.penalties),
