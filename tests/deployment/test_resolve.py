@@ -90,16 +90,16 @@ def test_adapters_are_those_of_the_cpu_and_of_torch() -> None:
 
 
 def test_torch_on_cpus_keeps_the_lm_head_in_float32_too() -> None:
-    def more(dtype: str) -> list[int]:
+    def more(dtype: str, **options: str) -> list[int]:
+        sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
         own, torch = (
-            resolve_on(machine(), kernels=kernels, dtype=dtype, pipeline_parallel_size=2, tensor_parallel_size=2)
-            for kernels in ("auto", "torch")
+            resolve_on(machine(), kernels=kernels, dtype=dtype, **sizes, **options) for kernels in ("auto", "torch")
         )
         return [of_torch.num_bytes - rank.num_bytes for of_torch, rank in zip(torch.weights, own.weights, strict=True)]
 
     spec = resolve_on(machine()).spec
     assert more("bfloat16") == [0, 0, 2 * spec.vocab_size * spec.hidden_size, 2 * spec.vocab_size * spec.hidden_size]
-    assert more("float32") == [0] * 4
+    assert more("float32") == more("bfloat16", quantization="int8") == [0] * 4
 
 
 def test_pipelines_of_cpus_cut_prompts_finer() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
 import pytest
 
@@ -15,16 +13,9 @@ from shardline.server.middleware import InFlight
 from tests.router.backends import (
     Backend,
     Site,
-    open_site,
     remove_backend,
     stream_words,
 )
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 def test_without_a_key_only_this_machine_administers(site: Site) -> None:

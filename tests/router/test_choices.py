@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,15 +14,8 @@ from shardline.router.prompts import Prompt
 from tests.router.backends import (
     Call,
     Site,
-    open_site,
     set_event,
 )
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 def test_a_conversation_stays_where_its_cache_is(site: Site) -> None:

@@ -6,19 +6,12 @@ import asyncio
 import socket
 import time
 import tracemalloc
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from shardline.router import transcript, upstream
-from tests.router.backends import Call, Site, open_site, silent
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
+from tests.router.backends import Call, Site, silent
 
 
 def test_a_client_that_leaves_frees_its_backend(site: Site) -> None:

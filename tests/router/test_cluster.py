@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
 from shardline.server.window import Cluster, FirstToken, HostView, RankView, Rates, ReplicaView
-from tests.router.backends import Call, Site, open_site
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
+from tests.router.backends import Call, Site
 
 
 def view(name: str, tokens: float, blocks: int, kv_usage: float, p50: float | None, count: int) -> Cluster:

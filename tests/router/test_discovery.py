@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -16,14 +15,8 @@ import pytest
 from shardline.config.router import RouterConfig
 from shardline.router import discovery
 from shardline.router.discovery import endpoints
-from tests.router.backends import Backend, Call, Site, open_site
+from tests.router.backends import Backend, Call, Site
 from tests.server.test_tls import write_certificate
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 def port_of(backend: Backend) -> int:

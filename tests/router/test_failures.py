@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,17 +15,10 @@ from tests.router.backends import (
     Site,
     cut,
     fail,
-    open_site,
     refuse,
     say_name,
     silent,
 )
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 async def babble(call: Call) -> None:

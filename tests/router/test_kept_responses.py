@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,12 +16,6 @@ from shardline.router.kept_responses import PATH, KeptResponses, response_of
 from tests.router.backends import Backend, Call, Site, open_site
 from tests.server.conftest import serve
 from tests.server.test_tools import TEMPLATE
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 class Store:

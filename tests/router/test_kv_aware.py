@@ -6,7 +6,6 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -23,7 +22,7 @@ from shardline.messages.kv_events import (
     KVEventBatch,
 )
 from shardline.routing.kv_index import ENTRY_BYTES, KVIndex
-from tests.router.backends import Call, Site, open_site
+from tests.router.backends import Call, Site
 
 SIZE = 16
 
@@ -172,12 +171,6 @@ class Publisher:
 
     def close(self) -> None:
         self.context.destroy(linger=0)
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 def test_a_router_follows_events_through_gaps_and_restarts(site: Site, tmp_path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,19 +14,12 @@ from tests.router.backends import (
     Site,
     cut,
     fail,
-    open_site,
     refuse,
     remove_backend,
     say_name,
     set_event,
     stream_words,
 )
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 def test_a_request_and_its_answer_go_through(site: Site) -> None:

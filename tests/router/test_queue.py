@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardline.router import proxy
 from shardline.router.queue import Queue
-from tests.router.backends import Call, Site, open_site, stream_words
+from tests.router.backends import Call, Site, stream_words
 
 
 class OneSeat:
@@ -43,12 +42,6 @@ class OneSeat:
 
     def answer(self, count: int = 1) -> None:
         self._may_answer.release(count)
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 def waiting(site: Site) -> int:

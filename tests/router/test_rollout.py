@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,7 @@ import pytest
 from shardline.cli.main import main
 from shardline.config.server import ServerConfig
 from shardline.router.rollout import RolloutFailed, roll_out
-from tests.router.backends import Backend, Call, Site, open_site
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
+from tests.router.backends import Backend, Call, Site
 
 
 def ask(site: Site) -> Any:

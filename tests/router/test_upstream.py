@@ -17,14 +17,8 @@ import uvloop
 
 from shardline.router import upstream as upstream_module
 from shardline.router.upstream import Upstream, UpstreamError
-from tests.router.backends import Backend, Site, open_site, say_name
+from tests.router.backends import Backend, Site, say_name
 from tests.server.test_tls import write_certificate
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with open_site() as made:
-        yield made
 
 
 def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[Any, ...]) -> None:

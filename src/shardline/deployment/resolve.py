@@ -332,9 +332,12 @@ def _check_alike(devices: tuple[Device, ...], layout: Layout, parallel: Parallel
     return replace(layout, warnings=(*layout.warnings, slow))
 
 
-def _head_copy_bytes(spec: DecoderSpec, grid: RankGrid, dtype: DType) -> int:
-    """torch on a CPU keeps a rank's part of the lm_head in float32 too, as logits are; see `kernels.torch.packed`."""
-    return 0 if dtype == "float32" else -(-spec.vocab_size // grid.sharing) * spec.hidden_size * 4
+def _head_copy_bytes(spec: DecoderSpec, grid: RankGrid, dtype: DType, held: FormatChoice) -> int:
+    """torch on a CPU keeps a rank's part of a dense lm_head in float32 too, as logits are; see
+    `kernels.torch.packed`."""
+    if dtype == "float32" or not held.open_format().is_dense("lm_head"):
+        return 0
+    return -(-spec.vocab_size // grid.sharing) * spec.hidden_size * 4
 
 
 def _rank_weights(
@@ -364,7 +367,7 @@ def _rank_weights(
             touched = 0
             if layout.device == "cpu" and layout.kernels == "torch":
                 is_last = place.pp_rank == len(stages) - 1
-                total += _head_copy_bytes(spec, layout.grid, dtype) if is_last else 0
+                total += _head_copy_bytes(spec, layout.grid, dtype, held) if is_last else 0
             elif layout.device == "cpu":
                 largest = largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts)
                 touched = max(0, total - min(largest, _MAPPED_BYTES))

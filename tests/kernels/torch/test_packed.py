@@ -62,3 +62,18 @@ def test_rows_that_are_read_stay(dtype: torch.dtype) -> None:
     kernels.multiply(rows, tiles, None, torch.float32)
     assert tiles.untyped_storage().nbytes()
     assert torch.equal(rows, weight[[0, 255]])
+
+
+def test_a_weight_of_which_something_would_be_lost_is_kept() -> None:
+    """A float32 weight times rows in bfloat16."""
+    kernels = TorchKernels(torch.device("cpu"))
+    weight, x = torch.randn(300, 70), torch.randn(2, 70)
+    tiles = kernels.weight_empty(torch.float32, 300, 70)
+    kernels.pack_weight(weight, tiles)
+    kernels.multiply(x.bfloat16(), tiles, None, torch.bfloat16)
+    exact = kernels.multiply(x, tiles, None, torch.float32)[:, :300]
+    torch.testing.assert_close(exact, x @ weight.T, rtol=1e-5, atol=1e-5)
+    kernels.multiply(x, tiles, None, torch.float32)
+    rows = torch.empty(1, 70)
+    kernels.unpack_rows(tiles, torch.tensor([7]), rows)
+    assert torch.equal(rows[0], weight[7])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardline.kernels.host.panels import PanelKernels
 from shardline.kernels.tensors import GROUP_SIZE, QuantizedRows, RowBias
-from shardline.kernels.torch.elementwise import activation, quantize_rows, quantized_width
+from shardline.kernels.torch.elementwise import quantize_rows, quantized_width
 from shardline.kernels.torch.linear import COLUMNS, DenseKernels, best_of, place_rows, split_bias
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
@@ -84,7 +84,7 @@ class FormatKernels(DenseKernels):
         if gate is None:
             out.copy_(product)
         else:
-            activation(product.to(out.dtype), out, gate, True)
+            self.activation(product.to(out.dtype), out, gate, True)
 
     def linear_int8_argmax(
         self,

@@ -46,8 +46,8 @@ class PackedWeight:
         """The weight whose tiles are [num_tiles, columns, depth], in parts of `each` tiles."""
         if (dtype, each) not in self._parts:
             self._parts[dtype, each] = [pack(part.to(dtype)) for part in torch.split(self._stored(tiles), each)]
-            if not self.keeps_plain:
-                tiles.untyped_storage().resize_(0)
+            if not self.keeps_plain and torch.promote_types(dtype, tiles.dtype) == dtype:
+                tiles.untyped_storage().resize_(0)  # nothing of it is lost
         return self._parts[dtype, each]
 
     def plain(self, tiles: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class PackedWeight:
 
     def _stored(self, tiles: Tensor) -> Tensor:
         if tiles.numel() and not tiles.untyped_storage().nbytes():
-            parts = next(iter(self._parts.values()))
-            rows = torch.cat([part.to_dense().to(tiles.dtype) for part in parts])
+            whole = next(key for key in self._parts if torch.promote_types(key[0], tiles.dtype) == key[0])
+            rows = torch.cat([part.to_dense().to(tiles.dtype) for part in self._parts[whole]])
             if not self.keeps_plain:
                 return rows.view(tiles.shape)
             tiles.untyped_storage().resize_(tiles.nbytes)
