@@ -26,8 +26,7 @@ from shardline.api.model_text import load_model_text
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import probe_here, resolve_here
 from shardline.deployment.machine import Machine
-from shardline.text.chat_prompt import render_and_encode
-from shardline.text.chat_template import ChatTemplate, Conversation
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from tests.hostile import draws, folders, templates
 
 SECONDS = 10.0

@@ -11,8 +11,7 @@ import pytest
 
 from shardline.text import chat_template
 from shardline.text.chat_messages import normalize_messages
-from shardline.text.chat_prompt import render_and_encode
-from shardline.text.chat_template import ChatTemplate, Conversation
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from tests.text import builders
 from tests.text.builders import render
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardline.text import chat_template, template_sandbox
-from shardline.text.chat_prompt import render_and_encode_async
-from shardline.text.chat_template import ChatTemplate, Conversation
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode_async
 from tests.text import builders
 from tests.text.builders import render
 

@@ -11,8 +11,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.text.chat_prompt import render_and_encode
-from shardline.text.chat_template import ChatTemplate, Conversation
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from shardline.text.spelled_tokens import Marks
 from shardline.text.tokenizer import Tokenizer
 from tests.text import builders

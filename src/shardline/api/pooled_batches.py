@@ -21,8 +21,7 @@ from shardline.api.pooling import (
 from shardline.api.prompts import Prompt, as_prompts, split_prompt
 from shardline.api.requests import RequestBuilder
 from shardline.sampling_params import SamplingParams
-from shardline.text.chat_prompt import render_and_encode
-from shardline.text.chat_template import ChatTemplate, Conversation
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 
 T = TypeVar("T")
 RunBatch = Callable[

@@ -15,8 +15,7 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.api.streams import RequestStream
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
-from shardline.text.chat_prompt import render_and_encode
-from shardline.text.chat_template import Conversation
+from shardline.text.chat_template import Conversation, render_and_encode
 
 BEGIN_THINKING, END_THINKING = "<think>\n", "\n</think>\n"
 """What reasoning is shown between, if a server sends it apart from the answer."""

@@ -357,8 +357,7 @@ def make_http_server(app: ASGIApp, config: ServerConfig, num_engines: int) -> uv
     """The HTTP server of an application, with bounds on connections; see `acceptor` and `connections`."""
     import uvicorn
 
-    from shardline.server.acceptor import HttpServer, reserved_files
-    from shardline.server.connections import BoundedHttpProtocol
+    from shardline.server.connections import BoundedHttpProtocol, HttpServer, reserved_files
 
     ciphers: dict[str, Any] = {} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}
     return HttpServer(

@@ -26,8 +26,7 @@ from shardline.server.keys import ApiKeys
 from shardline.server.middleware import InFlight
 from shardline.server.observer import RequestObserver
 from shardline.server.window.feed import Window
-from shardline.text.chat_prompt import PromptTooLong, render_and_encode_async
-from shardline.text.chat_template import ChatTemplate, Conversation
+from shardline.text.chat_template import ChatTemplate, Conversation, PromptTooLong, render_and_encode_async
 
 if TYPE_CHECKING:
     from shardline.api.adapters import Adapters

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from shardline.text.chat_messages import Message
-from shardline.text.chat_prompt import render_and_encode
-from shardline.text.chat_template import ChatTemplate, Conversation
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
 from shardline.text.model_files import SPECIAL_NAMES
 from shardline.text.tokenizer import Tokenizer
 

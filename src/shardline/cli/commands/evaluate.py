@@ -87,8 +87,7 @@ def _documents(config: EngineConfig, text: ModelText, path: Path | None) -> list
 def _conversations(text: ModelText) -> list[Document]:
     from shardline.checkpoints.hub import DEMO_FOLDER
     from shardline.runtime.scoring import Document
-    from shardline.text.chat_prompt import render_and_encode
-    from shardline.text.chat_template import Conversation
+    from shardline.text.chat_template import Conversation, render_and_encode
 
     assert text.tokenizer is not None
     assert text.chat_template is not None
