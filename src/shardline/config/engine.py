@@ -106,8 +106,9 @@ class ModelConfig:
     )
     cpu_offload_gb: float = option(
         0.0,
-        "GiB of each rank's weights that are not kept in memory, but read from --offload-to: layers in every step, "
-        "experts when tokens choose them; 0: with --offload-to, what does not fit",
+        "GiB of each rank's weights that are not kept in memory: layers are read in every step, experts when tokens "
+        "choose them, from --offload-to, or, on GPUs with --kernels torch, from host memory first; 0: with "
+        "--offload-to, what does not fit",
     )
     offload_to: str | None = option(
         None, "folder on a fast disk for weights that are not kept in memory, as long as it runs"

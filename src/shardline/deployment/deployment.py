@@ -80,6 +80,8 @@ class RankWeights(msgspec.Struct, frozen=True):
     """Memory for experts that are read when tokens choose them. It is part of `num_bytes`."""
     expert_layer_bytes: int = 0
     """The most that the experts of a layer have, if they are read so."""
+    host_bytes: int = 0
+    """Bytes in host memory from which a device other than the CPU copies its weights."""
 
     @property
     def loaded_bytes(self) -> int:
@@ -95,17 +97,28 @@ class RankWeights(msgspec.Struct, frozen=True):
             max(self.slot_bytes, more.slot_bytes),
             self.kept_expert_bytes + more.kept_expert_bytes,
             max(self.expert_layer_bytes, more.expert_layer_bytes),
+            self.host_bytes + more.host_bytes,
         )
 
 
 class OffloadPlan(msgspec.Struct, frozen=True):
-    """Weights that are read from files."""
+    """Weights that are read from files, or copied to a device from host memory."""
 
     folder: str = ""
+    """Empty: none lie in files."""
     layers: tuple[int, ...] = ()
     """Those that every step reads."""
     expert_layers: tuple[int, ...] = ()
     """Those whose experts are read when tokens choose them and they are not in memory."""
+    host_layers: tuple[int, ...] = ()
+    """Those of `layers` that lie in host memory."""
+
+    def of_stage(self, stage: Span) -> OffloadPlan:
+        """The layers of a stage."""
+        chosen = (self.layers, self.expert_layers, self.host_layers)
+        return OffloadPlan(
+            self.folder, *(tuple(layer for layer in layers if stage.start <= layer < stage.stop) for layers in chosen)
+        )
 
 
 NO_OFFLOAD = OffloadPlan()
@@ -306,7 +319,8 @@ class Deployment(msgspec.Struct, frozen=True):
         """The most that a rank reads from a file in a step, or of experts if tokens choose them."""
         # Layers of bf16 are stored with short exponents.
         is_short = self.offload.layers and (self.dtype, self.weight_format.name) == ("bfloat16", "plain")
-        return max((rank.read_bytes for rank in self.weights), default=0) * (0.75 if is_short else 1.0)
+        most = max((rank.read_bytes - min(rank.read_bytes, rank.host_bytes) for rank in self.weights), default=0)
+        return most * (0.75 if is_short else 1.0)
 
     @property
     def lora_memory(self) -> tuple[int, str]:

@@ -39,14 +39,13 @@ def startup_report(
     for report in ranks:
         place = grid.place(report.rank)
         stage = stages[place.pp_rank]
-        read = deployment.weights[report.rank].read_bytes
-        from_files = f" in memory and {format_bytes(read)} read from {deployment.offload.folder}" if read else ""
+        elsewhere = _elsewhere(deployment, report.rank)
         lines.append(
             f"rank {report.rank}: {_where(deployment, engine, report)} {report.device} ({report.isa}, "
             f"{report.threads} threads, pid {report.pid}), dp {first_replica + place.dp_rank}, "
             f"pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}"
             f"{f', cp {place.cp_rank}' * (grid.context > 1)}; weights "
-            f"{format_bytes(report.weight_bytes)}{from_files}, KV {format_bytes(report.kv_bytes)}, "
+            f"{format_bytes(report.weight_bytes)}{elsewhere}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
         lines += [f"rank {report.rank}: {fallback}" for fallback in report.fallbacks]
@@ -128,6 +127,16 @@ def _where(deployment: Deployment, engine: int, report: RankReport) -> str:
         return report.host
     index = deployment.placements[engine][report.rank].host
     return f"node {index} ({report.host}, {hosts[index].address})"
+
+
+def _elsewhere(deployment: Deployment, rank: int) -> str:
+    """Where weights lie that do not stay in a rank's memory; empty: all stay."""
+    weights = deployment.weights[rank]
+    copied = min(weights.read_bytes, weights.host_bytes)
+    read = weights.read_bytes - copied
+    parts = [f"{format_bytes(copied)} copied from host memory"] * bool(copied)
+    parts += [f"{format_bytes(read)} read from {deployment.offload.folder}"] * bool(read)
+    return "".join([" in memory", *(f" and {part}" for part in parts)]) if parts else ""
 
 
 def _quantization(deployment: Deployment) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence, Set
 
 import torch
 
-from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
+from shardline.deployment.deployment import NO_OFFLOAD, Deployment, KVAllocation, MeasuredPool
 from shardline.deployment.kv_budget import MemoryUse, fixed_allocation
 from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepPlan
 from shardline.messages.worker import RankReport
@@ -220,7 +220,7 @@ class Worker:
         """Loads the layers of the model of a deployment; those of a draft model have one block table."""
         backend, storing = self._backend, range(len(deployment.spec.layers))
         streams: Streams = (None, None)
-        if deployment.offload.folder:
+        if deployment.offload != NO_OFFLOAD:
             place = self._groups.place
             stage, weights = deployment.stages[place.pp_rank], deployment.weights[place.rank]
             streams = backend.stream_weights(deployment.offload, stage, weights)

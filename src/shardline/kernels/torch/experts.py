@@ -6,11 +6,13 @@ the experts of this rank come first.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardline.kernels.tensors import RowBias
 from shardline.kernels.torch.elementwise import sigmoid
@@ -50,6 +52,11 @@ class Slots(NamedTuple):
 
 class ExpertKernels(FormatKernels):
     """See `contract.Kernels`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.copied_experts: MutableMapping[Tensor, Sequence[Tensor | None]] = WeakIdKeyDictionary()
+        """Of panels [E, ...] that have no memory of their own: each expert's, if it has been copied to the device."""
 
     def expert_up(
         self,
@@ -117,12 +124,15 @@ class ExpertKernels(FormatKernels):
         if isinstance(scales, RotatedScales):
             rows, scales = rotate_reference(rows), scales.scales
         assert not isinstance(scales, tuple), "no experts are kept in groups"
+        held = self.copied_experts.get(panels, panels)
         first, own = 0, bias.bias if isinstance(bias, RowBias) else bias
         for expert, count in enumerate(slots.counts):
             if count:
                 some = slice(first, first + count)
                 own_scales, own_bias = (None if part is None else part[expert] for part in (scales, own))
-                out[some] = self.multiply_packed(rows[some], panels[expert], own_scales, own_bias, width, out.dtype)
+                weight = held[expert]
+                assert weight is not None, "a token chose an expert that is not there"
+                out[some] = self.multiply_packed(rows[some], weight, own_scales, own_bias, width, out.dtype)
                 first += count
         return bias.change(out) if isinstance(bias, RowBias) else out
 

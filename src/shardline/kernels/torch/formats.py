@@ -49,8 +49,8 @@ class FormatKernels(DenseKernels):
     ) -> tuple[Tensor, Tensor]:
         """Values [.., out_features, in_features padded to whole groups] int8 and scales [.., out_features]."""
         shape = self._shape(out_features, gated, num_matrices)
-        values = self._weights_empty(torch.int8, *shape, quantized_width(in_features))
-        return values, self._weights_empty(torch.float32, *shape)
+        values = self.weights_empty(torch.int8, *shape, quantized_width(in_features))
+        return values, self.weights_empty(torch.float32, *shape)
 
     @staticmethod
     def pack_int8(
@@ -104,8 +104,8 @@ class FormatKernels(DenseKernels):
         first half of the group in their low bits, then the group's scale. And scales [.., out_features]."""
         shape = self._shape(out_features, gated, num_matrices)
         groups = quantized_width(in_features) // GROUP_SIZE
-        panels = self._weights_empty(torch.uint8, *shape, groups, _GROUP_BYTES)
-        return panels, self._weights_empty(torch.float32, *shape)
+        panels = self.weights_empty(torch.uint8, *shape, groups, _GROUP_BYTES)
+        return panels, self.weights_empty(torch.float32, *shape)
 
     @staticmethod
     def pack_int4(weight: Tensor, panels: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
@@ -142,7 +142,7 @@ class FormatKernels(DenseKernels):
     ) -> tuple[Tensor, Tensor]:
         """Tiles of values, and scales [.., rows of these tiles]."""
         values = self.weight_empty(self.fp8_dtype, out_features, in_features, gated=gated, num_matrices=num_matrices)
-        return values, self._weights_empty(torch.float32, *values.shape[:-3], values.shape[-3] * COLUMNS).zero_()
+        return values, self.weights_empty(torch.float32, *values.shape[:-3], values.shape[-3] * COLUMNS).zero_()
 
     @staticmethod
     def pack_fp8(weight: Tensor, values: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:

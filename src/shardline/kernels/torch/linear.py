@@ -42,6 +42,9 @@ class DenseKernels:
         """Dtype and shape of the weights, or parts of them, for which products with all of it give the same bits."""
         self.packed: PackedWeights | None = PackedWeights()
         """None: all weights are plain."""
+        self.copied: list[Tensor] | None = None
+        """Weights that are allocated are added to it, and are copied to their memory again and again later; None: those
+        that are allocated stay there."""
         self._scratch = threading.local()
         """Of each thread, since adapters are loaded beside steps."""
 
@@ -63,10 +66,10 @@ class DenseKernels:
         leading, num_tiles = () if num_matrices is None else (num_matrices,), -(-out_features // COLUMNS)
         all_tiles = 2 * num_tiles if gated else num_tiles
         if num_matrices is None and num_tiles and self.packed is not None and packs(self.device, dtype):
-            tiles = self.packed.empty(dtype, all_tiles, COLUMNS, in_features)
+            tiles = self.noted(self.packed.empty(dtype, all_tiles, COLUMNS, in_features, self.copied is None))
         else:
             self.shapes.add((all_tiles, in_features))
-            tiles = self._weights_empty(dtype, *leading, all_tiles, COLUMNS, in_features)
+            tiles = self.weights_empty(dtype, *leading, all_tiles, COLUMNS, in_features)
         if num_tiles:
             padded = tiles[..., num_tiles - 1 :: num_tiles, :, :]
             (padded.view(torch.uint8) if dtype.itemsize == 1 else padded).zero_()
@@ -151,7 +154,7 @@ class DenseKernels:
         num_heads, out_features, depth = weights.shape
         self.shapes.add((1, depth))
         padded = F.pad(weights, (0, 0, 0, -out_features % COLUMNS))
-        return padded.view(num_heads, -1, COLUMNS, depth).transpose(0, 1).contiguous()
+        return self.noted(padded.view(num_heads, -1, COLUMNS, depth).transpose(0, 1).contiguous())
 
     @staticmethod
     def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None:
@@ -164,10 +167,16 @@ class DenseKernels:
                 product = torch.bmm(tile, weight.mT).transpose(0, 1)
                 out[tokens, :, columns] = product[: tokens.stop - tokens.start, :, : columns.stop - columns.start]
 
-    def _weights_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
-        if self.device.type == "cpu":
-            return mapped_empty(sizes, dtype)
-        return torch.empty(sizes, dtype=dtype, device=self.device)
+    def weights_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
+        """Memory for weights."""
+        on_cpu = self.device.type == "cpu"
+        return self.noted(mapped_empty(sizes, dtype) if on_cpu else self.activation_empty(dtype, *sizes))
+
+    def noted(self, weights: Tensor) -> Tensor:
+        """The weights, noted in `copied` if it is a list."""
+        if self.copied is not None:
+            self.copied.append(weights)
+        return weights
 
 
 def split_bias(bias: Tensor | RowBias | None) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:

@@ -37,13 +37,16 @@ def tiles_of_part(num_tiles: int, columns: int, depth: int, dtype: torch.dtype) 
 class PackedWeight:
     """The packed parts of a weight, by dtype and by the number of tiles of a part."""
 
-    def __init__(self) -> None:
+    def __init__(self, stays: bool) -> None:
         self.keeps_plain = False
         """Whether the plain weight is read besides."""
+        self._stays = stays
         self._parts: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def parts(self, tiles: Tensor, dtype: torch.dtype, each: int) -> list[Tensor]:
         """The weight whose tiles are [num_tiles, columns, depth], in parts of `each` tiles."""
+        if not self._stays:
+            return [pack(part.to(dtype)) for part in torch.split(tiles, each)]
         if (dtype, each) not in self._parts:
             self._parts[dtype, each] = [pack(part.to(dtype)) for part in torch.split(self._stored(tiles), each)]
             if not self.keeps_plain and torch.promote_types(dtype, tiles.dtype) == dtype:
@@ -76,11 +79,11 @@ class PackedWeights:
         """Dtype and shape of parts that give the bits of their tiles."""
         self._weights: MutableMapping[Tensor, PackedWeight] = WeakIdKeyDictionary()
 
-    def empty(self, dtype: torch.dtype, num_tiles: int, columns: int, depth: int) -> Tensor:
-        """Memory for the plain tiles of a weight, which can be given back."""
+    def empty(self, dtype: torch.dtype, num_tiles: int, columns: int, depth: int, stays: bool = True) -> Tensor:
+        """Memory for the plain tiles of a weight, which can be given back; `stays`: nobody writes to it later."""
         self.shapes.add((num_tiles, depth))
         tiles = torch.empty(num_tiles, columns, depth, dtype=dtype)
-        self._weights[tiles] = PackedWeight()
+        self._weights[tiles] = PackedWeight(stays)
         return tiles
 
     def parts(self, tiles: Tensor, dtype: torch.dtype, exact: bool) -> list[Tensor] | None:

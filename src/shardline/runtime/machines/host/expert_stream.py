@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardline.config.fields import format_bytes
 from shardline.kernels.host.memory import Region, taking_from
 from shardline.kernels.memory import map_memory
+from shardline.runtime.machines.expert_residency import ExpertResidency
 from shardline.runtime.machines.host.pages import can_move, move_pages
 from shardline.runtime.machines.host.weight_file import BLOCK, Extent, WeightFile
 
@@ -32,10 +32,6 @@ _log = logging.getLogger(__name__)
 
 _READERS = 3
 """Threads that read: while one checks its chunk, others read the next."""
-_TOLD_STEPS = (16, 256)
-"""Steps after which the log says what they have cost."""
-_RECENT_STEPS = 64
-"""Steps over which it is counted how often an expert is chosen."""
 _MOST_CHOSEN = 0.5
 """Share of a layer's experts. If tokens chose more of them, they will choose as many of the next layer, which is then
 read while this one computes."""
@@ -69,11 +65,7 @@ class _Layer(NamedTuple):
 
 
 class ExpertStream:
-    """The experts of a rank. `kept_bytes` is what may be in memory of all of them together.
-
-    What is expected to be needed last leaves first: layers follow each other in a circle, and an expert of which a
-    share p of the steps has need is expected to be left out (1 - p) / p times.
-    """
+    """The experts of a rank. `kept_bytes` is what may be in memory of all of them together."""
 
     def __init__(self, folder: Path, kept_bytes: int, layer_bytes: int, num_layers: int) -> None:
         """`layer_bytes`: the most that the experts of a layer have, without padding.
@@ -90,19 +82,16 @@ class ExpertStream:
         self._pool = ThreadPoolExecutor(_READERS, "experts")
         self._coming: dict[tuple[int, int], list[Future[None]]] = {}
         """The reads of experts that count as present already, by row and expert."""
-        self._present: NDArray[np.bool_] = np.zeros((0, 0), bool)
-        """[layers, experts]: whether an expert is in memory, or will be once it is read."""
-        self._needed: NDArray[np.float64] = np.zeros((0, 0))
-        """[layers, experts]: in which share of the last steps it was chosen."""
-        self._sizes: NDArray[np.int64] = np.zeros(0, np.int64)
-        """[layers]: bytes of an expert."""
+        self._sizes: list[int] = []
+        """Bytes of an expert of each layer."""
+        self._residency = ExpertResidency([], [], 0, "")
+        """It has the layers once all are loaded."""
         self._spare: list[_Pages] = []
         """Pages of experts that left, for those that come."""
         self._num_mappings = 0
         self._pages_move = False
-        self._num_steps = self._num_asked = self._num_read = self._read_bytes = 0
-        self._waited = self._byte_seconds = 0.0
-        """`_byte_seconds`: what reading a byte took last."""
+        self._byte_seconds = 0.0
+        """What reading a byte took last."""
         self._ready_at = math.inf
         """When the last layer had its experts."""
         self._computing: NDArray[np.float64] = np.zeros(0)
@@ -142,7 +131,7 @@ class ExpertStream:
             part.drop()
         row = len(self._layers)
         self._layers[layer] = _Layer(row, extents, pages)
-        self._sizes = np.append(self._sizes, sum(part[0].nbytes for part in panels))
+        self._sizes.append(sum(part[0].nbytes for part in panels))
         self._room -= other_bytes
         if row + 1 == self._num_layers:
             self._begin()
@@ -153,18 +142,14 @@ class ExpertStream:
 
     def _begin(self) -> None:
         counts = [len(layer.extents) for layer in self._layers.values()]
-        self._present = np.zeros((len(counts), max(counts)), bool)
-        self._needed = np.zeros(self._present.shape)
+        self._residency = ExpertResidency(counts, self._sizes, self._room, str(self._file.folder))
         self._computing = np.zeros(len(counts))
         self._pages_move = can_move(self._num_mappings)
-        in_layers = [count * int(size) for count, size in zip(counts, self._sizes, strict=True)]
-        self._room = max(self._room, *in_layers)  # a step may need all experts of a layer
         _log.info(
-            "experts of %d layers are read from %s when tokens choose them: %s of %s stay in memory, the most wanted",
+            "experts of %d layers are read from %s when tokens choose them: %s stay in memory, the most wanted",
             len(counts),
             self._file.folder,
-            format_bytes(min(self._room, sum(in_layers))),
-            format_bytes(sum(in_layers)),
+            self._residency.extent,
         )
 
     def acquire(self, layer: int, ids: Tensor, first: int) -> None:
@@ -174,86 +159,61 @@ class ExpertStream:
         Raises:
             OSError: they cannot be read, or are not what was written.
         """
-        own = self._layers[layer]
-        experts = np.unique(ids.numpy()) - first
-        experts = experts[(experts >= 0) & (experts < len(own.extents))]
-        if own.row == 0:
-            self._begin_step()
-        needed = self._needed[own.row]
-        needed *= 1 - 1 / _RECENT_STEPS
-        needed[experts] += 1 / _RECENT_STEPS
-        self._num_asked += len(experts)
+        own, residency = self._layers[layer], self._residency
+        experts = residency.choose(own.row, ids, first)
         started = time.perf_counter()
         self._computing[own.row] = max(0.0, started - self._ready_at)
         # All reads for this layer end before it computes: where they end, pages hold parts of two experts.
         for row, expert in [key for key in self._coming if key[0] == own.row]:
             self._await(row, expert)
-        missing = experts[~self._present[own.row, experts]]
+        missing = experts[~residency.present[own.row, experts]]
         if len(missing):
-            staying = np.zeros_like(self._present)
+            staying = np.zeros_like(residency.present)
             staying[own.row, experts] = True
-            self._make_room(len(missing) * int(self._sizes[own.row]), own.row, staying)
-            self._start_reading(layer, missing)
+            self._start_reading(layer, missing, own.row, staying)
             begun = time.perf_counter()
             for expert in missing.tolist():
                 self._await(own.row, expert)
-            self._byte_seconds = (time.perf_counter() - begun) / (len(missing) * int(self._sizes[own.row]))
+            self._byte_seconds = (time.perf_counter() - begun) / (len(missing) * self._sizes[own.row])
         self._ready_at = time.perf_counter()
-        self._waited += self._ready_at - started
+        residency.waited += self._ready_at - started
         if len(experts) > _MOST_CHOSEN * len(own.extents):
             self._read_ahead(own.row)
 
     def _await(self, row: int, expert: int) -> None:
         problems = [future.exception() for future in self._coming.pop((row, expert), ())]
         for problem in filter(None, problems):
-            self._present[row, expert] = False  # whoever goes on after the error reads it again
+            self._residency.present[row, expert] = False  # whoever goes on after the error reads it again
             raise problem
 
     def _read_ahead(self, row: int) -> None:
         """Read of the next layer what can be read while this one computes, and there is room for. What is read too
         early takes the room of experts that are needed before."""
-        layers = list(self._layers)
-        following = (row + 1) % len(layers)
-        missing = np.flatnonzero(~self._present[following, : len(self._layers[layers[following]].extents)])
-        held = self._present[[row, following]].sum(1) @ self._sizes[[row, following]]
-        size = int(self._sizes[following])
+        residency, following = self._residency, (row + 1) % len(self._layers)
+        present, size = residency.present, self._sizes[following]
+        missing = np.flatnonzero(~present[following, : residency.counts[following]])
+        held = present[[row, following]].sum(1) @ residency.sizes[[row, following]]
         in_time = self._computing[following] / (self._byte_seconds * size) if self._byte_seconds else len(missing)
-        missing = missing[: min(max(0, self._room - int(held)) // size, 1 + int(in_time))]
+        missing = missing[: min(max(0, residency.room - int(held)) // size, 1 + int(in_time))]
         if following != row and len(missing):
-            staying = np.zeros_like(self._present)
+            staying = np.zeros_like(present)
             staying[[row, following]] = True
-            self._make_room(len(missing) * int(self._sizes[following]), row, staying)
-            self._start_reading(layers[following], missing)
+            self._start_reading(list(self._layers)[following], missing, row, staying)
 
-    def _make_room(self, num_bytes: int, current: int, staying: NDArray[np.bool_]) -> None:
-        """Let experts leave until so many bytes are free, but none of `staying`; `current`: the row that computes."""
+    def _start_reading(self, layer: int, experts: NDArray[np.int64], current: int, staying: NDArray[np.bool_]) -> None:
+        """Read experts of a layer in place of others; `current` and `staying`: see `ExpertResidency.leaving`."""
+        own, what, layers = self._layers[layer], f"the experts of layer {layer}", list(self._layers.values())
         self._drop_spare()  # of a call that ended in an error
-        num_bytes -= self._room - int(self._present.sum(1) @ self._sizes)
-        if num_bytes <= 0:
-            return
-        rows, experts = np.nonzero(self._present & ~staying)
-        steps = ((rows - current - 1) % len(self._layers) + 1) / len(self._layers)
-        steps += 1 / np.maximum(self._needed[rows, experts], 1e-6)
-        order = np.argsort(-steps, kind="stable")
-        count = int(np.searchsorted(np.cumsum(self._sizes[rows[order]]), num_bytes)) + 1
-        layers = list(self._layers.values())
-        for index in order[:count].tolist():
-            row, expert = int(rows[index]), int(experts[index])
+        for row, expert in self._residency.leaving(len(experts) * self._sizes[own.row], current, staying):
             self._await(row, expert)
-            self._present[row, expert] = False
             self._spare += layers[row].pages[expert]
-
-    def _start_reading(self, layer: int, experts: NDArray[np.int64]) -> None:
-        own, what = self._layers[layer], f"the experts of layer {layer}"
         for expert in experts.tolist():
             for pages in own.pages[expert]:
                 self._bring_pages(pages)
             reads = [self._pool.submit(self._file.read, extent, what) for extent in own.extents[expert]]
             self._coming[own.row, expert] = reads
         self._drop_spare()
-        self._present[own.row, experts] = True
-        self._num_read += len(experts)
-        self._read_bytes += len(experts) * int(self._sizes[own.row])
+        self._residency.come(own.row, experts)
 
     def _drop_spare(self) -> None:
         while self._spare:
@@ -269,17 +229,6 @@ class ExpertStream:
                 self._spare.append(rest)
             if not (self._pages_move and move_pages(source.address, target.address, source.length)):
                 source.drop()
-
-    def _begin_step(self) -> None:
-        if self._num_steps in _TOLD_STEPS:
-            _log.info(
-                "%d steps: each read %s of experts, %.0f%% of those that were chosen, and waited %.3f s for them",
-                self._num_steps,
-                format_bytes(self._read_bytes // self._num_steps),
-                100 * self._num_read / max(1, self._num_asked),
-                self._waited / self._num_steps,
-            )
-        self._num_steps += 1
 
 
 def _span(part: Tensor, base: int) -> tuple[int, int]:

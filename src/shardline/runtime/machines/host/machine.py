@@ -54,11 +54,10 @@ class HostBackend:
         return copy_rows(tensor, streamed_empty(tensor.shape, tensor.dtype))
 
     def stream_weights(self, plan: OffloadPlan, stage: Span, weights: RankWeights) -> Streams:
-        folder = Path(plan.folder)
-        layers = [layer for layer in plan.layers if stage.start <= layer < stage.stop]
-        count = sum(stage.start <= layer < stage.stop for layer in plan.expert_layers)
+        own, folder = plan.of_stage(stage), Path(plan.folder)
+        count = len(own.expert_layers)
         return (
-            WeightStream(folder, layers, weights.slot_bytes) if layers else None,
+            WeightStream(folder, own.layers, weights.slot_bytes) if own.layers else None,
             ExpertStream(folder, weights.kept_expert_bytes, weights.expert_layer_bytes, count) if count else None,
         )
 

@@ -39,7 +39,7 @@ class WeightStream:
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._layers = list(layers)
         most = 2 * layer_bytes + (64 << 20)  # pages that are not touched take no memory
-        self._regions = [Region(map_memory(most)) for _ in range(LAYER_SLOTS)]
+        self._regions = [Region(map_memory(most)) for _ in layers[:LAYER_SLOTS]]
         self._extents: list[Extent] = []
         """Where each layer lies in the file."""
         self._wanted: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -110,10 +110,10 @@ class WeightStream:
             weakref.finalize(self, self._wanted.put, (-1, 0))
             threading.Thread(target=_read_all, args=(weakref.ref(self), self._wanted), daemon=True).start()
         started = time.perf_counter()
-        for place in range(LAYER_SLOTS):
+        for place in range(len(self._regions)):
             self._want(place)
-        for place in range(LAYER_SLOTS):
-            self._ready[place].wait()
+        for ready in self._ready[:LAYER_SLOTS]:
+            ready.wait()
         read = sum(chunk.stored for extent in self._extents[:LAYER_SLOTS] for chunk in extent.chunks)
         rate = read / (time.perf_counter() - started)
         _log.info(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,9 +23,13 @@ from shardline.runtime.layers.context import Streams
 from shardline.runtime.machines.base import Backend, BlockTables, Counters, Forward, NoReplay, Replay, Share, StepSizes
 from shardline.runtime.machines.cuda.measuring import CudaMemory, measure_step
 from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
+from shardline.runtime.machines.host.expert_stream import ExpertStream
 from shardline.runtime.machines.host.machine import HostCounters
 from shardline.runtime.machines.host.step_inputs import InHostMemory
 from shardline.runtime.machines.host.step_layout import StepLayout
+from shardline.runtime.machines.host.weight_stream import WeightStream
+from shardline.runtime.machines.torch.expert_stream import DeviceExpertStream
+from shardline.runtime.machines.torch.weight_stream import DeviceWeightStream
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
 from shardline.runtime.sequences import WorkerSequence
@@ -75,8 +80,8 @@ class TorchBackend:
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cpu":
-            return copy_rows(tensor, mapped_empty(tensor.shape, tensor.dtype))
-        return tensor.contiguous()
+            return copy_rows(tensor, self.kernels.weights_empty(tensor.dtype, *tensor.shape))
+        return self.kernels.noted(tensor.contiguous())
 
     def pages_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":
@@ -107,7 +112,16 @@ class TorchBackend:
         return NoReplay(forward)
 
     def stream_weights(self, plan: OffloadPlan, stage: Span, weights: RankWeights) -> Streams:
-        raise AssertionError("deployment.weight_offload refuses it")
+        own, folder, stream, experts = plan.of_stage(stage), Path(plan.folder), None, None
+        if own.layers:
+            in_files = [layer for layer in own.layers if layer not in own.host_layers]
+            files = WeightStream(folder, in_files, weights.slot_bytes) if in_files else None
+            stream = DeviceWeightStream(self.kernels, own.layers, files, set(in_files))
+        if own.expert_layers:
+            count, sizes = len(own.expert_layers), (weights.host_bytes, weights.expert_layer_bytes)
+            behind = ExpertStream(folder, *sizes, count) if plan.folder else None
+            experts = DeviceExpertStream(self.kernels, weights.kept_expert_bytes, count, behind)
+        return stream, experts
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
         return measure_step(CudaMemory(), run_step, None)
