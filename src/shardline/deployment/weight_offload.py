@@ -250,6 +250,6 @@ def _check(config: EngineConfig, layout: Layout) -> None:
         )
     if config.parallel.enable_eplb:
         raise ValueError(
-            "experts that do not stay in memory cannot move between ranks: leave out enable_eplb, or cpu_offload_gb and "
-            "offload_to"
+            "experts that do not stay in memory cannot move between ranks: leave out enable_eplb, or cpu_offload_gb "
+            "and offload_to"
         )
