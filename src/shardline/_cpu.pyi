@@ -246,6 +246,16 @@ def attention_partials(
     split_step: int,
 ) -> None: ...
 def merge_partials(maxima: Tensor, sums: Tensor, outputs: Tensor, out: Tensor, sinks: Tensor | None) -> None: ...
+def choose_keys(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    block_tables: Tensor,
+    sequences: Tensor,
+    contexts: Tensor,
+    slots: Tensor,
+) -> None: ...
+def take_tokens(pages: Tensor, slots: Tensor, out: Tensor, word: int) -> None: ...
 def write_latent(
     latent: Tensor, rope_key: Tensor, cache: Tensor, rope_cache: Tensor | None, scales: Tensor | None, slots: Tensor
 ) -> None: ...

@@ -48,6 +48,14 @@ def test_devices_that_refuse_it() -> None:
         resolve_on(machine(*((80 * GIB, 79 * GIB),) * 2), context_parallel_size=2)
 
 
+def test_ranks_do_not_share_keys_that_an_indexer_chooses_from(tmp_path: Path) -> None:
+    model = make_checkpoint("deepseek_v32", tmp_path / "model", max_position_embeddings=2048)
+    with pytest.raises(
+        ValueError, match="latent attention to all tokens only so far, and deepseek_v32 has other layers"
+    ):
+        resolved(model, context_parallel_size=2)
+
+
 def test_any_kernels_of_a_cpu_take_it() -> None:
     assert resolved(context_parallel_size=2, kernels="torch").grid.context == 2
 

@@ -114,5 +114,5 @@ def test_every_part_of_attention_is_looked_into(family: str, name: str) -> None:
 
 
 def test_parts_that_only_the_planner_knows_are_refused() -> None:
-    spec = find_model("deepseek-ai/DeepSeek-V3.2").spec
-    assert gpu_refusal(spec).endswith("they have no SparseMLA")
+    spec = find_model("MiniMaxAI/MiniMax-M3").spec
+    assert gpu_refusal(spec).endswith("they have no PlannedGQA")

@@ -50,6 +50,7 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+_INDEXER = {"index_n_heads": 12, "index_head_dim": 20, "index_topk": 11}
 _EXPERTS = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -117,6 +118,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3Config", _DEEPSEEK),
+    "deepseek_v32": ("DeepseekV32Config", {**_DEEPSEEK, **_INDEXER}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**_DEEPSEEK, **_INDEXER, "index_topk_freq": 2, "index_skip_topk_offset": 3}),
     "gpt_oss": (
         "GptOssConfig",
         {

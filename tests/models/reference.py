@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import Dense, MoE, Routing
+from shardline.models.indexer import Indexer
 from shardline.models.mla import MLA
 from shardline.models.parts import Norm, QueryScale, Rope
 from shardline.models.spec import DecoderSpec
@@ -26,10 +27,13 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
         hidden = hidden + weights["positions.weight"][positions]
     embedded = hidden
     caches: dict[int, tuple[Tensor, Tensor]] = {}
+    unseen = positions[:, None] < positions
     for index, layer in enumerate(spec.layers):
         own = _below(weights, f"layers.{index}.")
         normed = _norm(layer.attention_norm, own, "attention_norm", hidden)
-        update = _attention(layer.attention, own, normed, positions, caches, index)
+        if isinstance(layer.attention, MLA) and (indexer := layer.attention.indexer) and not indexer.is_shared:
+            unseen = _not_chosen(layer.attention, indexer, own, normed, positions)
+        update = _attention(layer.attention, own, normed, positions, unseen, caches, index)
         if layer.post_attention_norm is not None:
             update = _norm(layer.post_attention_norm, own, "post_attention_norm", update)
         hidden = hidden + update * layer.residual_scale
@@ -61,18 +65,40 @@ def _attention(
     weights: Weights,
     hidden: Tensor,
     positions: Tensor,
+    unseen: Tensor,
     caches: dict[int, tuple[Tensor, Tensor]],
     index: int,
 ) -> Tensor:
-    """`caches`: keys and values of the layers before, to which those of layer `index` are added."""
+    """`unseen` [tokens, keys] is for latent attention. `caches`: keys and values of the layers before, to which those
+    of layer `index` are added."""
     if isinstance(attention, MLA):
-        return _latent_attention(attention, weights, hidden, positions)
+        return _latent_attention(attention, weights, hidden, positions, unseen)
     assert isinstance(attention, GQA)
     q, caches[index] = _project(attention, weights, hidden, positions, caches)
     return _grouped_attention(attention, weights, q, *caches[index], positions)
 
 
-def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
+def _not_chosen(mla: MLA, indexer: Indexer, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
+    """Whether a token [tokens, keys] does not attend to a key, by the choice of an indexer."""
+    assert mla.positions.rope is not None
+    rope = mla.positions.rope.changed(interleaved=indexer.interleaved)
+    latent = _norm(mla.projections.q_norm, weights, "attention.q_norm", _linear(weights, "attention.q_down", hidden))
+    query = _linear(weights, "attention.indexer_q", latent).view(len(hidden), indexer.num_heads, indexer.head_dim)
+    key = _norm(
+        Norm("layer", 1e-6, bias=True),
+        weights,
+        "attention.indexer_norm",
+        _linear(weights, "attention.indexer_k", hidden),
+    )
+    query, key = _rotate(rope, query, positions), _rotate(rope, key[:, None], positions)[:, 0]
+    scores = torch.einsum("qhd,kd->hqk", query, key).clamp(min=0)
+    scores = torch.einsum("hqk,qh->qk", scores, _linear(weights, "attention.indexer_weights", hidden))
+    unseen = positions[:, None] < positions
+    order = scores.masked_fill(unseen, -math.inf).sort(dim=1, descending=True, stable=True)[1]
+    return unseen | torch.ones_like(unseen).scatter(1, order[:, : indexer.top_k], False)
+
+
+def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Tensor, unseen: Tensor) -> Tensor:
     """The expanded form: every head gets keys and values of its own out of the latent."""
     num_tokens, linears, rope = len(hidden), mla.projections, mla.positions.rope
     assert rope is not None
@@ -90,7 +116,7 @@ def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Ten
     q = torch.cat([q_nope, _rotate(rope, q_rope, positions)], -1).transpose(0, 1)
     q = q * _query_factors(mla.positions.query_scale, positions)  # [heads, num_tokens, dim]
     k = torch.cat([k_nope, k_rope], -1).transpose(0, 1)
-    scores = (q @ k.transpose(1, 2) * mla.score.scale).masked_fill(positions[:, None] < positions, -math.inf)
+    scores = (q @ k.transpose(1, 2) * mla.score.scale).masked_fill(unseen, -math.inf)
     heads = scores.softmax(-1) @ v.transpose(0, 1)
     return _linear(weights, "attention.o", heads.transpose(0, 1).flatten(1))
 

@@ -112,6 +112,10 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob True"),
         ({"model_type": "deepseek_v3", "num_key_value_heads": 8}, "num_key_value_heads 8"),
         ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"model_type": "deepseek_v32", "q_lora_rank": None}, "q_lora_rank must be set: the indexer"),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["full"]}, "'shared' for each of 78 layers"),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["shared"] * 78}, "must begin with 'full'"),
+        ({"model_type": "glm_moe_dsa", "index_topk_pattern": "X" * 78}, "'shared' for each of 78 layers"),
         ({"model_type": "deepseek_v3", "n_group": 7}, r"n_group must divide n_routed_experts \(256\), got 7"),
         ({"model_type": "deepseek_v3", "n_group": 256}, "n_group must leave at least two experts a group, got 256"),
         ({"model_type": "deepseek_v3", "topk_group": 9}, r"topk_group must be at most n_group \(8\), got 9"),
@@ -135,8 +139,9 @@ def test_mistakes_name_the_key(config: dict[str, Any], message: str) -> None:
 def test_unknown_model_types_name_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match="is not supported") as caught:
         family(name)
-    assert "gemma2, gemma3_text, gemma4_text, glm4, glm4_moe, gpt2, gpt_oss, granite, kimi_k2, llama, " in str(
-        caught.value
+    assert (
+        "gemma2, gemma3_text, gemma4_text, glm4, glm4_moe, glm_moe_dsa, gpt2, gpt_oss, granite, kimi_k2, llama, "
+        in str(caught.value)
     )
     assert ("did you mean llama" in str(caught.value)) == (name in ("lama", "llama.x"))
 

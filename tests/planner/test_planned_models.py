@@ -126,10 +126,10 @@ def test_a_step_of_deepseek_v4_reads_the_chosen_entries() -> None:
 
 
 def test_an_indexer_reads_the_keys_of_all_tokens() -> None:
-    """DeepSeek-V3.2: latents of 576 elements of 2,048 tokens, and a key of 132 bytes for each token."""
+    """DeepSeek-V3.2: latents of 576 elements of 2,048 tokens, and a key of 128 elements for each token."""
     indexer, attention = attention_work(find_model("deepseek-ai/DeepSeek-V3.2").spec, Span(5, 6), 8, "bfloat16")
     assert (attention.window, attention.bytes_per_token) == (2048, 576 * 2)
-    assert (indexer.window, indexer.bytes_per_token, indexer.decode_flops) == (None, 132, 2 * 64 * 128)
+    assert (indexer.window, indexer.bytes_per_token, indexer.decode_flops) == (None, 2 * 128, 2 * 64 * 128)
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,88 @@ void mla_partials(nb::handle query_latent_object, nb::handle query_rope_object, 
   perform_attention(args, latent, sequences, cache);
 }
 
+void choose_keys(nb::handle query_object, nb::handle weights_object, nb::handle keys_object,
+                 nb::handle block_tables_object, nb::handle sequences_object, nb::handle contexts_object,
+                 nb::handle slots_object) {
+  const Tensor query(query_object, "query"), weights(weights_object, "weights"), keys(keys_object, "keys");
+  const Tensor tables(block_tables_object, "block_tables"), sequences(sequences_object, "sequences");
+  const Tensor contexts(contexts_object, "contexts"), slots(slots_object, "slots");
+  query.is_floating().has_shape({-1, -1, -1}).has_heads();
+  weights.is(DType::kFloat32).has_shape({query.size(0), query.size(1)}).has_rows();
+  keys.same_dtype(query).has_shape({-1, -1, query.size(2)}).is_contiguous();
+  tables.is(DType::kInt32).has_shape({-1, -1}).has_rows();
+  sequences.is(DType::kInt32).has_shape({query.size(0)}).is_contiguous();
+  contexts.is(DType::kInt32).has_shape({query.size(0)}).is_contiguous();
+  slots.is(DType::kInt64).has_shape({query.size(0), -1}).is_contiguous();
+  if (slots.size(1) < 1) raise_value_error("at least one key is chosen");
+  ChooseKeysArgs args = {};
+  args.rows = {query.dtype(),
+               query.data(),
+               query.row_stride(),
+               query.head_stride(),
+               weights.as<float>(),
+               weights.row_stride(),
+               keys.data(),
+               tables.as<int32_t>(),
+               tables.row_stride(),
+               sequences.as<int32_t>(),
+               contexts.as<int32_t>(),
+               nullptr,
+               0,
+               query.size(0),
+               query.size(1),
+               query.size(2),
+               keys.size(1),
+               0};
+  args.slots = slots.as<int64_t>();
+  args.top_k = slots.size(1);
+  perform([args, num_tables = tables.size(0), max_blocks = tables.size(1), num_blocks = keys.size(0)]() mutable {
+    ScoreKeysArgs& rows = args.rows;
+    rows.most_keys = 0;
+    for (int64_t row = 0; row < rows.num_rows; ++row) {
+      const int64_t context = rows.contexts[row], sequence = rows.sequences[row];
+      if (sequence < 0 || sequence >= num_tables || context < args.top_k || context > max_blocks * rows.block_size) {
+        raise_value_error("a row has fewer keys than are chosen, or more than its block table");
+      }
+      for (int64_t b = 0; b * rows.block_size < context; ++b) {
+        const int32_t block = rows.block_tables[sequence * rows.table_stride + b];
+        if (block < 0 || block >= num_blocks) raise_value_error("a block table names a block outside the KV cache");
+      }
+      rows.most_keys = rows.most_keys < context ? context : rows.most_keys;
+    }
+    choose_keys(args);
+  });
+}
+
+void take_tokens(nb::handle pages_object, nb::handle slots_object, nb::handle out_object, int64_t word) {
+  const Tensor pages(pages_object, "pages"), slots(slots_object, "slots"), out(out_object, "out");
+  pages.has_shape({-1, -1, -1}).is_contiguous();
+  slots.is(DType::kInt64).has_shape({-1}).is_contiguous();
+  out.same_dtype(pages).has_shape({-1, 16, pages.size(2)}).is_contiguous();
+  const int64_t itemsize = pages.dtype() == DType::kFloat32 ? 4 : pages.dtype() == DType::kBFloat16 ? 2 : 1;
+  if (slots.size(0) != 16 * out.size(0)) raise_value_error("slots must fill the pages of out");
+  if (pages.size(1) % 16 != 0) raise_value_error("a block has a multiple of 16 tokens");
+  if ((word != 1 && word != 2) || pages.size(2) % word != 0 || word * itemsize > 4) {
+    raise_value_error("a word has 1 or 2 elements, and a token whole words");
+  }
+  const TakeTokensArgs args = {pages.data(),  slots.as<int64_t>(),  out.data(),
+                               slots.size(0), pages.size(2) / word, word * itemsize};
+  perform([args, num_slots = pages.size(0) * pages.size(1)] {
+    for (int64_t i = 0; i < args.num_slots; ++i) {
+      if (args.slots[i] < 0 || args.slots[i] >= num_slots) raise_value_error("a slot lies outside the KV cache");
+    }
+    take_tokens(args);
+  });
+}
+
 }  // namespace
 
 void bind_mla(nb::module_& m) {
+  using TakeTokens = void (*)(nb::handle, nb::handle, nb::handle, int64_t);
+  m.def("take_tokens", static_cast<TakeTokens>(&take_tokens), "pages"_a, "slots"_a, "out"_a, "word"_a);
+  using ChooseKeys = void (*)(nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle);
+  m.def("choose_keys", static_cast<ChooseKeys>(&choose_keys), "query"_a, "weights"_a, "keys"_a, "block_tables"_a,
+        "sequences"_a, "contexts"_a, "slots"_a);
   m.def("linear_heads", static_cast<void (*)(nb::handle, nb::handle, nb::handle)>(&linear_heads), "x"_a, "panels"_a,
         "out"_a);
   using WriteLatent = void (*)(nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle);

@@ -33,6 +33,7 @@
   KERNEL(void, sum_groups, const SumGroupsArgs& args) \
   KERNEL(void, combine, const CombineArgs& args) \
   KERNEL(void, merge_partials, const MergePartialsArgs& args) \
+  KERNEL(void, score_keys, const ScoreKeysArgs& args) \
   KERNEL(uint64_t, hash_row, const float* logits, int64_t count) \
   KERNEL(void, quantize_nibbles, const QuantizeNibblesArgs& args) \
   KERNEL(void, quantize_bytes, const QuantizeBytesArgs& args) \

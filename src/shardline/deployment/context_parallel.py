@@ -24,10 +24,10 @@ def check_context_parallel(config: EngineConfig, layout: Layout, spec: DecoderSp
     if layout.device != "cpu":
         raise ValueError(f"{asked} works on CPUs only so far; {instead}, or --device cpu")
     for attention in {layer.attention for layer in spec.layers}:
-        if not isinstance(attention, GQA | MLA):
+        if not isinstance(attention, GQA | MLA) or attention.chooses_tokens:
             raise ValueError(
-                f"{asked} works with grouped-query and latent attention only so far, and {spec.model_type} has other "
-                f"layers; {instead}"
+                f"{asked} works with grouped-query and latent attention to all tokens only so far, and "
+                f"{spec.model_type} has other layers; {instead}"
             )
     if SPLIT_TOKENS % block_size:
         raise ValueError(

@@ -17,6 +17,7 @@ _SUPPORTED: Mapping[str, str] = {
     "HeadNorms": "qk_norm norms_all_heads rotated_norm value_norm",
     "KV": "kv_source",
     "MLA": "",
+    "Indexer": "interleaved is_shared",
     "LatentProjections": "q_lora_rank q_norm bias",
     "Dense": "gated bias silu gelu gelu_tanh relu clamped_swish",
     "MoE": "shared shared_gate own_norms",
@@ -41,6 +42,7 @@ _LACKS: Mapping[str, tuple[str, ...]] = {
     "scale of experts' weights": ("scale_rows",),
     "scale of experts' inputs": ("scale_rows",),
     "layers with inputs of their own for each token": (GRAPHS,),
+    "attention to chosen tokens": (GRAPHS,),
 }
 """The kinds of kernels (`kernel_cases.KernelCase.kernel`, and scale_rows) that lack a part, by the part's words."""
 

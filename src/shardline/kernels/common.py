@@ -145,6 +145,22 @@ class CommonKernels(Protocol):
     ) -> None:
         """Merges the partials of several ranks to the attention output."""
 
+    def choose_keys(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        block_tables: Tensor,
+        sequences: Tensor,
+        contexts: Tensor,
+        slots: Tensor,
+        /,
+    ) -> None:
+        """The slots of the keys that an indexer chooses for each row."""
+
+    def take_tokens(self, pages: Tensor, slots: Tensor, out: Tensor, word: int, /) -> None:
+        """Copies the latents of some slots to pages of 16 tokens."""
+
     def expert_up(
         self,
         x: Tensor,

@@ -64,6 +64,16 @@ class Attention(Part, frozen=True, array_like=True):
         return None
 
     @property
+    def chooses_tokens(self) -> bool:
+        """Whether a token attends to some of the tokens that it sees."""
+        return False
+
+    @property
+    def reads_choice(self) -> bool:
+        """Whether tokens attend to those that an earlier layer has chosen."""
+        return False
+
+    @property
     def num_kv_heads(self) -> int:
         """Heads of what is cached. Ranks that have no head of their own share one."""
         return 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 from msgspec.structs import replace
 
@@ -11,6 +12,7 @@ from shardline.models.attention import Positions, Score
 from shardline.models.config_fields import Defaults, Dims, read_activation, read_dims
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
+from shardline.models.indexer import Indexer
 from shardline.models.llama_like import MOE_LAYER_KEYS, decoder
 from shardline.models.mla import MLA, LatentProjections
 from shardline.models.parts import Norm, Rope
@@ -34,6 +36,15 @@ DEEPSEEK_LAYER_KEYS: Mapping[str, str] = {
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up": "self_attn.kv_b_proj",
 }
+
+SPARSE_LAYER_KEYS: Mapping[str, str] = {
+    **DEEPSEEK_LAYER_KEYS,
+    "attention.indexer_q": "self_attn.indexer.wq_b",
+    "attention.indexer_k": "self_attn.indexer.wk",
+    "attention.indexer_weights": "self_attn.indexer.weights_proj",
+    "attention.indexer_norm": "self_attn.indexer.k_norm",
+}
+"""The same with an indexer."""
 
 _LATENT_NORM = Norm("rms", 1e-6)
 """Norm of the latents. Its eps is fixed: the models' own code does not use rms_norm_eps here."""
@@ -80,6 +91,38 @@ def dense_first(hf: HFConfig, dims: Dims, first_dense: int, dense: Layer, moe: L
     """Dense layers, then layers with experts. `first_dense` is the default of first_k_dense_replace."""
     num_dense = min(hf.integer("first_k_dense_replace", first_dense, minimum=0), dims.num_layers)
     return (dense,) * num_dense + (moe,) * (dims.num_layers - num_dense)
+
+
+def with_indexer(
+    hf: HFConfig, dense: DecoderSpec, *, num_heads: int, interleaved: bool, kinds: Sequence[str]
+) -> DecoderSpec:
+    """A model whose tokens attend to those that an indexer chooses. `num_heads` is the default of its heads; `kinds`
+    has "full" for a layer that chooses, and "shared" for one that attends to the choice of the layer before.
+
+    Raises:
+        ValueError: a key is missing, has the wrong type, or the kinds are none of these.
+    """
+    if not isinstance(kinds, Sequence) or len(kinds) != len(dense.layers) or set(kinds) - {"full", "shared"}:
+        raise hf.error("indexer_types", f"must have 'full' or 'shared' for each of {len(dense.layers)} layers")
+    if hf.optional_integer("q_lora_rank", 1) is None:
+        raise hf.error("q_lora_rank", "must be set: the indexer reads the latents of queries")
+    if kinds[0] != "full":
+        raise hf.error("indexer_types", "must begin with 'full': the first layer has no choice to share")
+    indexer = Indexer(
+        hf.integer("index_n_heads", num_heads),
+        hf.integer("index_head_dim", 128),
+        hf.integer("index_topk", 2048),
+        interleaved=interleaved,
+    )
+
+    @cache
+    def sparse(layer: Layer, is_shared: bool) -> Layer:
+        assert isinstance(layer.attention, MLA)
+        own = replace(indexer, is_shared=True) if is_shared else indexer
+        return replace(layer, attention=replace(layer.attention, indexer=own))
+
+    layers = zip(dense.layers, kinds, strict=True)
+    return replace(dense, layers=tuple(sparse(layer, kind == "shared") for layer, kind in layers))
 
 
 def latent_attention(

@@ -59,6 +59,8 @@ def last_storing_layer(spec: DecoderSpec) -> int:
 
 @functools.lru_cache(maxsize=256)
 def joined_layers(spec: DecoderSpec) -> frozenset[int]:
-    """The layers at which no pipeline stage may begin: they, or later ones, read the cache of an earlier layer."""
+    """The layers at which no pipeline stage may begin: they, or later ones, read the cache of an earlier layer, or its
+    choice of tokens."""
     sources = [(storing_layer(spec, index), index) for index in range(len(spec.layers))]
+    sources += [(index - 1, index) for index, layer in enumerate(spec.layers) if layer.attention.reads_choice]
     return frozenset(start for source, index in sources for start in range(source + 1, index + 1))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from shardline.models.attention import Attention, AttentionWork, Positions, Score, cached_token_bytes
+from shardline.models.indexer import Indexer
 from shardline.models.partition import Span, split_dim
 from shardline.models.parts import (
     DTYPE_BYTES,
@@ -83,16 +84,29 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
     """
 
     shares_cache: ClassVar[bool] = True
+    words: ClassVar[Mapping[str, str]] = {"indexer": "attention to chosen tokens"}
 
     projections: LatentProjections
     score: Score
     """Its scale has YaRN's mscale folded in."""
     positions: Positions
+    indexer: Indexer | None = None
+    """None: a token sees all tokens before it."""
 
     @property
     def value_head_dim(self) -> int:
         """Elements of a value head."""
         return self.projections.value_head_dim
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """See `Attention.chooses_tokens`."""
+        return self.indexer is not None
+
+    @property
+    def reads_choice(self) -> bool:
+        """See `Attention.reads_choice`."""
+        return self.indexer is not None and self.indexer.is_shared
 
     @property
     def key_dim(self) -> int:
@@ -121,12 +135,14 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
 
     @property
     def num_launches(self) -> int:
-        """Norm, down, norms, up, absorption, rotation, attention, merge, values, output."""
-        return 10
+        """Norm, down, norms, up, absorption, rotation, attention, merge, values, output; an indexer has more."""
+        return 10 + (0 if self.indexer is None else 6)
 
     def parameters(self, hidden_size: int) -> Parameters:
         """See `Attention.parameters`."""
-        return self.projections.parameters(self.num_heads, hidden_size)
+        yield from self.projections.parameters(self.num_heads, hidden_size)
+        if self.indexer is not None:
+            yield from self.indexer.parameters(self.projections.q_lora_rank or hidden_size, hidden_size)
 
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """See `Attention.split_heads`. Heads are split as evenly as possible, since all of them share one latent."""
@@ -137,6 +153,8 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """See `Attention.split`."""
         linears = self.projections
+        if part.startswith("attention.indexer"):  # every rank has all of it
+            return None
         if part in ("attention.q_down", "attention.kv_down"):
             return linears.split_down(part, rank, ranks)
         heads = self.split_heads(ranks)[rank]
@@ -150,15 +168,17 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
         """Latents [num_blocks, block_size, latent_dim], the same for every `num_kv_heads`.
 
         With a one-byte type, their rotated part is a tensor of its own in bfloat16, and there is a scale [num_blocks,
-        block_size].
+        block_size]. The keys of the indexer come last.
         """
         tokens, linears = (num_blocks, block_size), self.projections
+        indexer = () if self.indexer is None else self.indexer.kv_parts(num_blocks, block_size, dtype)
         if DTYPE_BYTES[dtype] > 1:
-            return (KVPart((*tokens, linears.latent_dim), dtype),)
+            return KVPart((*tokens, linears.latent_dim), dtype), *indexer
         return (
             KVPart((*tokens, linears.kv_lora_rank), dtype),
             KVPart((*tokens, linears.rope_head_dim), "bfloat16"),
             KVPart(tokens, "float32"),
+            *indexer,
         )
 
     def work(self, ranks: int, dtype: KVDType, *, expands: bool = False) -> Iterator[AttentionWork]:
@@ -166,4 +186,10 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
         absorbed = 2 * self.multiplications_per_pair / ranks
         expanded = 2 * self.num_heads * (self.projections.query_head_dim + self.value_head_dim) / ranks
         num_bytes = cached_token_bytes(self, ranks, dtype)
-        yield AttentionWork(None, num_bytes, absorbed, expanded if expands else absorbed)
+        if self.indexer is None:
+            yield AttentionWork(None, num_bytes, absorbed, expanded if expands else absorbed)
+            return
+        # Prompts compute in the dims of the latent too.
+        keys = sum(part.num_bytes for part in self.indexer.kv_parts(1, 1, dtype))
+        yield self.indexer.work(keys)
+        yield AttentionWork(self.indexer.top_k, num_bytes - keys, absorbed, absorbed)

@@ -56,7 +56,7 @@ _ROLES: dict[str, Role] = {
 }
 _NEVER_QUANTIZED = (
     *("compressor_kv", "compressor_gate", _STREAMS),
-    *("norm", "router", "shared_gate", "kv_up", "beta", "decay", "conv", "indexer_weights"),
+    *("norm", "router", "shared_gate", "kv_up", "beta", "decay", "conv", "indexer_q", "indexer_k", "indexer_weights"),
     *("token_input.embed", "token_input.projection", "token_input.gate"),
 )
 

@@ -102,8 +102,8 @@ class DecoderStage:
     embeds_prompts: bool
     stream: WeightStream | None
     """Reads the weights of layers that do not stay in memory."""
-    reads_weights: bool
-    """Whether weights of layers or experts do not stay in memory."""
+    never_recorded: bool
+    """Whether steps of one shape may run other kernels, or wait for weights."""
     kept: KeptOutput | None
     """What a head reads of this stage and those before it; None: nothing."""
     finite_checker: TensorChecker | None

@@ -25,6 +25,7 @@ from shardline.runtime.layers.kept_output import KeptOutput
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
+from shardline.runtime.layers.sparse_mla import SparseLatentLayer
 from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
 from shardline.runtime.layers.vocabulary import Classifier
 from shardline.runtime.ops.attention.rope import RotaryTables
@@ -80,7 +81,9 @@ def build_stage(loader: LayerLoader, layers: Span) -> DecoderStage:
         classifier=classifier,
         embeds_prompts=last and stage.embeds,
         stream=stage.stream,
-        reads_weights=stage.stream is not None or stage.expert_stream is not None,
+        never_recorded=stage.stream is not None
+        or stage.expert_stream is not None
+        or any(stage.spec.layers[index].attention.chooses_tokens for index in range(layers.start, layers.stop)),
         kept=KeptOutput(stage, layers.start, end) if min(stage.kept_layers, default=end) < end else None,
         finite_checker=stage.finite_checker,
         nothing=torch.empty(0, spec.hidden_size, dtype=stage.dtype, device=stage.device),
@@ -94,7 +97,10 @@ def _build_layer(loader: LayerLoader, index: int, tables: RotaryTables, place: i
     storing = storing_layer(stage.spec, index)
     kv_group = next(g for g, group in enumerate(stage.kv_groups) if storing in group.layers)
     kinds = _SHARED_ATTENTION if stage.context_group.size > 1 else _ATTENTION
-    attention = kinds[type(spec.attention)](loader, f"{name}.attention", spec.attention, tables, kv_group)
+    make_attention = kinds[type(spec.attention)]
+    if isinstance(spec.attention, MLA) and spec.attention.indexer is not None:
+        make_attention = SparseLatentLayer
+    attention = make_attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
     feed_forward = _FEED_FORWARD[type(spec.feed_forward)](loader, f"{name}.feed_forward", spec.feed_forward)
 
     def input_norm(part: str, norm: Norm | None, form: InputForm) -> InputNorm | NoNorm:

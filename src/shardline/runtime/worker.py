@@ -123,8 +123,8 @@ class Worker:
         kv_store.copier = open_tier(deployment, self._engine, place, kv_store.pages)
         with torch.inference_mode():
             replay.capture_steps()
-        # What is recorded would neither be checked nor wait for weights.
-        forward = replay if self._finite_checker is None and not stage.reads_weights else stage.forward
+        # What is recorded would neither be checked, nor wait for weights, nor choose tokens anew.
+        forward = replay if self._finite_checker is None and not stage.never_recorded else stage.forward
         self._runner = self.make_runner(kv_store, forward)
         return RankReport(
             rank=place.rank,

@@ -20,6 +20,7 @@ from shardline.runtime.ops.adapters.low_rank import expert_low_rank, low_rank
 from shardline.weights.base import weight_format
 from tests.runtime.ops import test_activation, test_low_rank, test_norm, test_output_factors, test_scale
 from tests.runtime.ops.attention import (
+    test_chosen_keys,
     test_kv_cache,
     test_latent,
     test_linear_heads,
@@ -58,6 +59,11 @@ TESTS: dict[Any, tuple[str, ...]] = {
     test_rope: ("matches_reference", "slices_of_a_fused_projection_and_neighbours"),
     test_kv_cache: ("keys_and_values_lie_where_the_reference_puts_them",),
     test_linear_heads: ("matches_reference", "rows_and_heads_do_not_notice_their_neighbours"),
+    test_chosen_keys: (
+        "matches_reference",
+        "a_row_chooses_alike_in_every_batch",
+        "of_equal_scores_the_earlier_token_is_chosen",
+    ),
     test_paged: (
         "matches_reference",
         "sinks_and_chunks",

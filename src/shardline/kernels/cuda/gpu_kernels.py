@@ -123,6 +123,12 @@ class CudaKernels(RowKernels):
         else:
             attention.quantized_mla_attention(query_latent, query_rope, *cache, *index, out, scale)
 
+    def choose_keys(self, *arguments: Tensor) -> None:
+        self.stand_ins.choose_keys(*arguments)
+
+    def take_tokens(self, pages: Tensor, slots: Tensor, out: Tensor, word: int) -> None:
+        self.stand_ins.take_tokens(pages, slots, out, word)
+
     @staticmethod
     def mla_partials(*arguments: object) -> None:
         raise AssertionError("deployment.context_parallel refuses it")

@@ -35,6 +35,8 @@ class HostKernels(Fp8PanelKernels):
     attention_partials = staticmethod(_cpu.attention_partials)
     merge_partials = staticmethod(_cpu.merge_partials)
     linear_heads = staticmethod(_cpu.linear_heads)
+    choose_keys = staticmethod(_cpu.choose_keys)
+    take_tokens = staticmethod(_cpu.take_tokens)
     expert_up = staticmethod(_cpu.expert_up)
     expert_down = staticmethod(_cpu.expert_down)
     place_slots = staticmethod(_cpu.place_slots)

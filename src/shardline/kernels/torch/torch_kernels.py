@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shardline.kernels.pages import PageOrder
 from shardline.kernels.torch import elementwise, experts, sampling
 from shardline.kernels.torch.attention import AttentionKernels
+from shardline.kernels.torch.chosen_keys import choose_keys, take_tokens
 from shardline.kernels.torch.low_rank import LowRankKernels
 
 
@@ -30,6 +32,20 @@ class TorchKernels(LowRankKernels, AttentionKernels):
     penalize = staticmethod(sampling.penalize)
     sample = staticmethod(sampling.sample)
     logprobs = staticmethod(sampling.logprobs)
+
+    take_tokens = staticmethod(take_tokens)
+
+    def choose_keys(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        block_tables: Tensor,
+        sequences: Tensor,
+        contexts: Tensor,
+        slots: Tensor,
+    ) -> None:
+        choose_keys(query, weights, keys, block_tables, sequences, contexts, slots, self.is_exact)
 
     def __init__(self, device: torch.device) -> None:
         LowRankKernels.__init__(self, device)

@@ -23,7 +23,7 @@ from shardline.models.parameters import expert_of, parse_name
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.planner.models.parts.compressed import OVERLAPPING, CompressedMQA, StreamedLayer
-from shardline.planner.models.parts.sparse import Indexer
+from shardline.planner.models.parts.sparse import PlannedIndexer
 
 _MODEL_KEYS = {"embed": "embed", "final_norm": "norm", "lm_head": "head", "head_streams": "hc_head"}
 _LAYER_KEYS: Mapping[str, str] = {
@@ -93,7 +93,9 @@ def _attention(hf: HFConfig, dims: Dims, ratio: int) -> CompressedMQA:
     groups = hf.integer("o_groups", 8)
     if dims.num_heads % groups:
         raise hf.error("o_groups", f"must divide num_attention_heads ({dims.num_heads}), got {groups}")
-    indexer = Indexer(hf.integer("index_n_heads", 64), hf.integer("index_head_dim", 128), hf.integer("index_topk", 512))
+    indexer = PlannedIndexer(
+        hf.integer("index_n_heads", 64), hf.integer("index_head_dim", 128), hf.integer("index_topk", 512)
+    )
     return CompressedMQA(
         num_heads=dims.num_heads,
         head_dim=dims.head_dim,

@@ -14,7 +14,7 @@ from shardline.models.llama_like import MIXTRAL_LAYER_KEYS, llama_like, llama_so
 from shardline.models.parameters import parse_name
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer, TensorSource
-from shardline.planner.models.parts.sparse import Indexer, PlannedGQA
+from shardline.planner.models.parts.sparse import PlannedGQA, PlannedIndexer
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MIXTRAL_LAYER_KEYS,
@@ -41,7 +41,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         output_gate=hf.flag("attention_output_gate", False),
     )
     sparse = hf.section("sparse_attention_config")
-    indexer = Indexer(
+    indexer = PlannedIndexer(
         sparse.integer("sparse_num_index_heads", 4),
         sparse.integer("sparse_index_dim", 128),
         sparse.integer("sparse_topk_blocks", 16) * sparse.integer("sparse_block_size", 128),

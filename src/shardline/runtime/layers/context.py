@@ -19,6 +19,7 @@ from shardline.models.parameters import is_kept_in_float32, kind_of, role_of
 from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
+from shardline.runtime.layers.chosen_tokens import ChosenTokens
 from shardline.runtime.loader.adapters import AdaptedLinear
 from shardline.runtime.loader.folded_norms import FoldedNorms
 from shardline.runtime.loader.weights import WeightSource
@@ -93,6 +94,7 @@ class StageContext:
     """[num_layers, num_experts] int64: this rank's token counts, which the layers increase."""
     context_group: Collectives = field(default_factory=SingleRank)
     """The ranks that share the keys of a request; consecutive ones of `group`."""
+    chosen_tokens: ChosenTokens = field(default_factory=ChosenTokens)
     adapters: AdapterPlan = NO_ADAPTERS
     """The adapters that requests may name."""
     stream: WeightStream | None = None

@@ -54,7 +54,7 @@ class LatentAttentionLayer:
         self.q = ColumnLinear(loader, [q], False)
         self.q_norm: InputNorm | None = None
         if linears.q_norm is not None:
-            self.q_norm = InputNorm(loader, f"{name}.q_norm", linears.q_norm, input_form=self.q.input_form)
+            self.q_norm = InputNorm(loader, f"{name}.q_norm", linears.q_norm, input_form=self.query_form)
         self._kv_norm = NormLayer(loader, f"{name}.kv_norm", linears.kv_norm)
         self._key_up, self._value_up = self._absorb(loader, f"{name}.kv_up")
         num_heads = [span.size // linears.query_head_dim for span in stage.spans(f"{q}.weight")]
@@ -64,6 +64,11 @@ class LatentAttentionLayer:
         if spec.positions.query_scale is not None:
             self._query_factors = query_factors(spec.positions.query_scale, stage.max_model_len).to(stage.device)
         self._cache: LatentCache | None = None
+
+    @property
+    def query_form(self) -> InputForm:
+        """The form in which the latents of queries are normalised."""
+        return self.q.input_form
 
     @property
     def input_form(self) -> InputForm:

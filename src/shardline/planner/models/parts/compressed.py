@@ -14,7 +14,7 @@ from shardline.models.attention import Attention, AttentionWork
 from shardline.models.partition import Span, split_dim
 from shardline.models.parts import DTYPE_BYTES, KVDType, Parameters
 from shardline.models.spec import DecoderSpec, Layer
-from shardline.planner.models.parts.sparse import Indexer
+from shardline.planner.models.parts.sparse import PlannedIndexer
 
 OVERLAPPING = 4
 """The ratio at which each entry is made of two spans."""
@@ -40,7 +40,7 @@ class CompressedMQA(Attention, frozen=True, array_like=True, tag=True):
     """Tokens for each compressed entry; 0: there are none."""
     recent: int
     """Tokens of the window that every layer has."""
-    indexer: Indexer | None
+    indexer: PlannedIndexer | None
     """What chooses entries: it has a key for each. None: a token sees all of them."""
 
     @property
