@@ -133,7 +133,9 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --tensor-parallel-size 0", "tensor_parallel_size must be at least 1, got 0"),
         ("serve --gpu-memory-utilization 1.5", "gpu_memory_utilization must be in (0, 1]"),
         ("serve --port 70000", "port must be in [0, 65535]"),
-        ("chat --url localhost:8000", "--url must begin with http://"),
+        ("chat --url localhost:8000", "URL must look like http://127.0.0.1:8000, got 'localhost:8000'"),
+        ("chat --url http://127.0.0.1:99999", "URL 'http://127.0.0.1:99999' is none: Port out of range"),
+        ("router status --url http://127.0.0.1:99999", "is none: Port out of range"),
         ("chat --temperature -1", "temperature must be in [0, 100]"),
     ],
 )
