@@ -23,12 +23,14 @@ MAX_INLINE_CHARS = 2048
 _PIECE_CHARS = 65_536
 
 
-def check_text(text: str) -> None:
+def check_text(text: object) -> None:
     """Refuse what no tokenizer takes.
 
     Raises:
-        ValueError: it has half of a surrogate pair, which is no character.
+        ValueError: it is no str, or it has half of a surrogate pair, which is no character.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"a tokenizer encodes text (str), got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -119,10 +121,10 @@ class Tokenizer(Tokens):
         Raises:
             ValueError: see `check_text`.
         """
-        if len(text) * self._growth > MAX_INLINE_CHARS:
-            # Unlike `encode`, this lets other threads run meanwhile.
-            return self.encode_texts([text], add_special_tokens)[0]
         try:
+            if len(text) * self._growth > MAX_INLINE_CHARS:
+                # Unlike `encode`, this lets other threads run meanwhile.
+                return self.encode_texts([text], add_special_tokens)[0]
             with FOREIGN_CODE:
                 ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
