@@ -245,8 +245,10 @@ def test_small_blocks_become_the_smallest_there_are() -> None:
 
 
 def test_pages_that_products_cannot_read_are_refused() -> None:
-    with pytest.raises(ValueError, match="--block-size 24 is not a multiple of 16"):
-        setup(block_size=24)
+    refused = "--block-size 24 is not a multiple of 16, as blocks are with all kernels; 16 and 32 would work"
+    for kernels in ("auto", "torch"):
+        with pytest.raises(ValueError, match=refused):
+            setup(block_size=24, kernels=kernels)
     spec = setup().spec
     layer = spec.layers[0]
     assert isinstance(layer.attention, GQA)
