@@ -199,6 +199,10 @@ def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"4 ranks .* cannot share 3; use 3 ranks a stage or fewer"):
         setup(tensor_parallel_size=4, **whole)
     assert setup(model=model, tensor_parallel_size=4).grid.tensor == 4
+    moved = {**whole, "tensor_parallel_size": 3, "enable_eplb": True}
+    assert setup(**moved, eplb_config='{"num_redundant_experts": 6}').expert_balancing.num_redundant_experts == 6
+    with pytest.raises(ValueError, match="num_redundant_experts 7 is too many: with 6, each rank has all 3 experts"):
+        setup(**moved, eplb_config='{"num_redundant_experts": 7}')
 
 
 def test_a_missing_expert_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
