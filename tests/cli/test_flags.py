@@ -120,6 +120,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --hf-overrides 3", "hf_overrides must be a JSON object, got '3'"),
         ("serve --override-generation-config x", "override_generation_config must be a JSON object"),
         ("serve --ssl-cert-reqs 2", "ssl_cert_reqs asks clients for certificates, which needs ssl_ca_certs"),
+        ("serve --enable-lora --lora-modules a=x demo=y", "lora_modules: 'demo' is the name of the served model"),
         ("serve --middleware a.b", "--middleware a.b: cannot be imported"),
         ("serv", "invalid choice: 'serv'"),
         ("launch demo", "there is no command launch: it needs the word render"),
