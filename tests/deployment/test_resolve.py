@@ -163,8 +163,10 @@ def test_the_pool_is_what_the_memory_holds() -> None:
 
 
 def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
-    with pytest.raises(ValueError, match="--max-model-len 1008"):
+    with pytest.raises(ValueError, match=r"--max-model-len 1008 .* raise --kv-cache-memory"):
         setup(kv_cache_memory="8MiB", block_size=16)
+    with pytest.raises(ValueError, match=r"--max-model-len 1280 .* raise --num-gpu-blocks-override"):
+        setup(num_gpu_blocks_override=40, block_size=32)
     assert setup(kv_cache_memory="8MiB", block_size=16, max_model_len="auto").max_model_len == 1008
     with pytest.raises(ValueError, match="too few for any request"):
         setup(kv_cache_memory="100KiB")
