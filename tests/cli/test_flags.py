@@ -120,6 +120,7 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --hf-overrides 3", "hf_overrides must be a JSON object, got '3'"),
         ("serve --override-generation-config x", "override_generation_config must be a JSON object"),
         ("serve --ssl-cert-reqs 2", "ssl_cert_reqs asks clients for certificates, which needs ssl_ca_certs"),
+        ("serve --enable-lora --lora-modules a=x demo=y", "lora_modules: 'demo' is the name of the served model"),
         ("serve --middleware a.b", "--middleware a.b: cannot be imported"),
         ("serv", "invalid choice: 'serv'"),
         ("launch demo", "there is no command launch: it needs the word render"),
@@ -133,7 +134,9 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --tensor-parallel-size 0", "tensor_parallel_size must be at least 1, got 0"),
         ("serve --gpu-memory-utilization 1.5", "gpu_memory_utilization must be in (0, 1]"),
         ("serve --port 70000", "port must be in [0, 65535]"),
-        ("chat --url localhost:8000", "--url must begin with http://"),
+        ("chat --url localhost:8000", "URL must look like http://127.0.0.1:8000, got 'localhost:8000'"),
+        ("chat --url http://127.0.0.1:99999", "URL 'http://127.0.0.1:99999' is none: Port out of range"),
+        ("router status --url http://127.0.0.1:99999", "is none: Port out of range"),
         ("chat --temperature -1", "temperature must be in [0, 100]"),
     ],
 )

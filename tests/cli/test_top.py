@@ -159,7 +159,8 @@ def test_into_a_pipe_comes_a_picture_at_each_look(url: str) -> None:
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["ftp://x"], ["http://127.0.0.1:1", "--json"], ["http://127.0.0.1:1", "--interval", "0"]):
+    url = "http://127.0.0.1:1"
+    for words in (["ftp://x"], ["http://127.0.0.1:99999"], [url, "--json"], [url, "--interval", "0"]):
         assert main(["top", *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert main(["top", "http://127.0.0.1:1", "--once"]) == 1

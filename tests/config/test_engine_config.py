@@ -105,9 +105,9 @@ def test_lengths_that_are_none() -> None:
     [
         ("[1]", "a JSON object like"),
         ('{"window": 3}', "unknown key 'window'; known: window_size"),
-        ('{"window_size": 0}', "window_size of eplb_config must be a whole number from 1 on, got 0"),
-        ('{"step_interval": 1.5}', "step_interval of eplb_config must be a whole number from 1 on, got 1.5"),
-        ('{"num_redundant_experts": -1}', "from 0 on"),
+        ('{"window_size": 0}', "window_size of eplb_config must be a whole number from 1 to 1,073,741,824, got 0"),
+        ('{"step_interval": 1.5}', "step_interval of eplb_config must be a whole number from 1 to 1,073,741,824"),
+        ('{"num_redundant_experts": -1}', "from 0 to"),
     ],
 )
 def test_how_experts_move_is_checked(text: str, says: str) -> None:

@@ -59,6 +59,7 @@ def test_what_holds_no_block_is_refused_and_what_is_advised_does(option: str, bl
         ({"kv_offloading_size": -1}, "must be a number of GiB"),
         ({"kv_offloading_size": float("nan")}, "must be a number of GiB"),
         ({"kv_offloading_size": "4GiB"}, "must be a number of GiB"),
+        ({"kv_offloading_size": 1e30}, r"from 0 to 1,073,741,824, got 1e\+30"),
         ({"kv_offloading_dir": "/tmp"}, "needs kv_offloading_size"),
         ({"kv_offloading_size": 1, "kv_offloading_dir_size": 1}, "needs kv_offloading_dir"),
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "enable_prefix_caching switches off"),

@@ -163,8 +163,10 @@ def test_the_pool_is_what_the_memory_holds() -> None:
 
 
 def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
-    with pytest.raises(ValueError, match="--max-model-len 1008"):
+    with pytest.raises(ValueError, match=r"--max-model-len 1008 .* raise --kv-cache-memory"):
         setup(kv_cache_memory="8MiB", block_size=16)
+    with pytest.raises(ValueError, match=r"--max-model-len 1280 .* raise --num-gpu-blocks-override"):
+        setup(num_gpu_blocks_override=40, block_size=32)
     assert setup(kv_cache_memory="8MiB", block_size=16, max_model_len="auto").max_model_len == 1008
     with pytest.raises(ValueError, match="too few for any request"):
         setup(kv_cache_memory="100KiB")
@@ -173,6 +175,8 @@ def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="2 x 11"):
         resolve_on(machine(free_memory=20_000_000), data_parallel_size=2)
+    with pytest.raises(ValueError, match=r"the weights and adapters need .* use a lower --max-loras or --max-lora-rank"):
+        resolve_on(machine(free_memory=20_000_000), enable_lora=True, max_loras=1000)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +203,10 @@ def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"4 ranks .* cannot share 3; use 3 ranks a stage or fewer"):
         setup(tensor_parallel_size=4, **whole)
     assert setup(model=model, tensor_parallel_size=4).grid.tensor == 4
+    moved = {**whole, "tensor_parallel_size": 3, "enable_eplb": True}
+    assert setup(**moved, eplb_config='{"num_redundant_experts": 6}').expert_balancing.num_redundant_experts == 6
+    with pytest.raises(ValueError, match="num_redundant_experts 7 is too many: with 6, each rank has all 3 experts"):
+        setup(**moved, eplb_config='{"num_redundant_experts": 7}')
 
 
 def test_a_missing_expert_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -245,8 +253,10 @@ def test_small_blocks_become_the_smallest_there_are() -> None:
 
 
 def test_pages_that_products_cannot_read_are_refused() -> None:
-    with pytest.raises(ValueError, match="--block-size 24 is not a multiple of 16"):
-        setup(block_size=24)
+    refused = "--block-size 24 is not a multiple of 16, as blocks are with all kernels; 16 and 32 would work"
+    for kernels in ("auto", "torch"):
+        with pytest.raises(ValueError, match=refused):
+            setup(block_size=24, kernels=kernels)
     spec = setup().spec
     layer = spec.layers[0]
     assert isinstance(layer.attention, GQA)

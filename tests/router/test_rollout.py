@@ -165,7 +165,7 @@ def test_the_key_of_an_action(site: Site, capsys: pytest.CaptureFixture[str], mo
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["status", "--url", "here"], "--url must begin with http:// or https://, got 'here'"),
+        (["status", "--url", "here"], "URL must look like http://127.0.0.1:8000, got 'here'"),
         (["rollout", "--restart", "true", "--step-timeout", "nan"], "--step-timeout must be seconds above 0"),
         (["rollout", "--restart", "true", "--step-timeout", "-1"], "--step-timeout must be seconds above 0"),
     ],

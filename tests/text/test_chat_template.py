@@ -119,6 +119,8 @@ def test_errors_of_templates_are_value_errors() -> None:
     ):
         with pytest.raises(ValueError, match="chat template"):
             render(ChatTemplate(source), CHATS[0])
+    with pytest.raises(ValueError, match=r"character 3 of the text, '\\udc80', is half of a surrogate pair"):
+        render(ChatTemplate("x"), [{"role": "user", "content": "Hi\udc80"}])
     with pytest.raises(ValueError, match="no default chat template, only tool_use"):
         render(ChatTemplate({"tool_use": "x"}), CHATS[0])
 

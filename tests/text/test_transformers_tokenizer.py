@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_texts_and_ids(tokenizer: TransformersTokenizer) -> None:
     assert tokenizer.convert_ids_to_tokens(ids[0]) == tokenizer.tokenize("the dog")[0]
     assert tokenizer.decode([1, *ids], skip_special_tokens=True) == "the dog"
     assert tokenizer.decode([1, *ids]) == "<|eos|>the dog"
+
+
+def test_what_is_no_text_is_named(tokenizer: TransformersTokenizer) -> None:
+    wrong: Any
+    for wrong, name in ((5, "int"), (None, "NoneType"), ([5], "list"), (b"the dog", "bytes")):
+        for encode in (tokenizer.encode, tokenizer.tokenize, tokenizer):
+            with pytest.raises(ValueError, match=rf"a tokenizer encodes text \(str\), got ({name}|int)$"):
+                encode(wrong)
 
 
 def test_vocabulary_and_named_tokens(tokenizer: TransformersTokenizer) -> None:

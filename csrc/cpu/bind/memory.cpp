@@ -1,5 +1,6 @@
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,7 @@ class BufferToucher {
  public:
   explicit BufferToucher(nb::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_WRITABLE) != 0) throw nb::python_error();
-    toucher_.emplace(buffer_.buf, static_cast<size_t>(buffer_.len));
+    toucher_ = std::make_unique<PageToucher>(buffer_.buf, static_cast<size_t>(buffer_.len));
   }
   ~BufferToucher() {
     toucher_.reset();
@@ -34,7 +35,7 @@ class BufferToucher {
 
  private:
   Py_buffer buffer_ = {};
-  std::optional<PageToucher> toucher_;
+  std::unique_ptr<PageToucher> toucher_;
 };
 
 // A block of each of the tensors [num_blocks, ...]. They must fill the slot, or a part of it.

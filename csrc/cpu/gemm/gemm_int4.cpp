@@ -173,8 +173,8 @@ float set_levels(Group& group, float step) {
 // The best of three scales, each of which puts the group's extreme weight near -8, the larger end of the range. The
 // best one has the least squared error.
 int quantize_group(Group& group, float column_scale) {
-  const float extreme = extreme_of(group), magnitude = __builtin_fabsf(extreme) / (8.0f * column_scale);
-  const int middle = static_cast<int>(magnitude + 0.5f), sign = extreme > 0.0f ? -1 : 1;
+  const float extreme = extreme_of(group), half_above = __builtin_fabsf(extreme) / (8.0f * column_scale) + 0.5f;
+  const int middle = static_cast<int>(half_above), sign = extreme > 0.0f ? -1 : 1;
   int best = 0;
   float least = __builtin_inff();
   for (const int candidate : {middle, middle - 1, middle + 1}) {
@@ -195,7 +195,7 @@ float pack_column(const T* weight, int64_t depth, uint8_t* packed, int64_t c) {
   const float magnitude = weight == nullptr ? 0.0f : largest_magnitude(weight, depth);
   // As in int8: everything computed from a weight that is not finite is NaN, and a weight that is too small counts as
   // zero.
-  const bool empty = !(magnitude - magnitude == 0.0f) || magnitude < 1e-34f;
+  const bool empty = weight == nullptr || !(magnitude - magnitude == 0.0f) || magnitude < 1e-34f;
   const float column_scale = magnitude / (8.0f * kMaxScale);
   for (int64_t k = 0; k < depth; k += kGroupDepth, packed += kInt4GroupBytes) {
     Group group = empty ? Group{} : load_group(weight + k, depth - k);

@@ -9,7 +9,7 @@ import asyncio
 import ssl
 import time
 from typing import Protocol, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
@@ -37,6 +37,22 @@ class Exchange(Protocol):
         """There will be no whole answer."""
 
 
+def split_url(url: str) -> tuple[SplitResult, str, int]:
+    """The parts of a server's URL, its host and its port.
+
+    Raises:
+        ValueError: it has no scheme http or https, no host, or an impossible port.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise ValueError(f"the server's URL {url!r} is none: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"the server's URL must look like http://127.0.0.1:8000, got {url!r}")
+    return parts, parts.hostname, port
+
+
 class HttpClient:
     """Sends exchanges to one server over as many connections as are needed at a time.
 
@@ -45,14 +61,7 @@ class HttpClient:
     """
 
     def __init__(self, base_url: str, *, insecure: bool = False) -> None:
-        try:
-            parts = urlsplit(base_url)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError as error:
-            raise ValueError(f"the server's URL {base_url!r} is none: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"the server's URL must look like http://127.0.0.1:8000, got {base_url!r}")
-        self.host, self.port = parts.hostname, port
+        parts, self.host, self.port = split_url(base_url)
         self.base_path = parts.path.rstrip("/")
         self.netloc = parts.netloc.rsplit("@", 1)[-1]
         self._tls: ssl.SSLContext | None = None

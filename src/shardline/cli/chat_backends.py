@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from shardline import env
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.streams import RequestStream
+from shardline.benchmark.http_client import split_url
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import Conversation, render_and_encode
@@ -100,8 +101,7 @@ class RemoteBackend:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None, **options: Any) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
+        split_url(url)  # urllib would take an impossible port modulo 65,536
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._key = api_key or env.api_key() or env.openai_api_key()
         self._options = {name: value for name, value in options.items() if value is not None}

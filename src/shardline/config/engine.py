@@ -243,8 +243,8 @@ class CacheConfig:
         """
         sizes = {"kv_offloading_size": self.kv_offloading_size, "kv_offloading_dir_size": self.kv_offloading_dir_size}
         for name, size in sizes.items():
-            if size is not None and not (isinstance(size, int | float) and 0 <= size < _MOST_GIB):
-                raise ValueError(f"{name} must be a number of GiB that is not negative, got {size!r}")
+            if size is not None and not (isinstance(size, int | float) and 0 <= size <= _MOST_GIB):
+                raise ValueError(f"{name} must be a number of GiB from 0 to {_MOST_GIB:,.0f}, got {size!r}")
         if self.kv_offloading_dir and not self.kv_offloading_size:
             raise ValueError(
                 "kv_offloading_dir needs kv_offloading_size: blocks pass through host memory on their way to files"
@@ -434,8 +434,10 @@ def _validate(config: EngineConfig) -> None:
             f"quantization of speculative_config must be one of {', '.join(formats)}, got {draft.quantization!r}"
         )
     _ = config.model.config_overrides
-    if not 0.0 <= config.model.cpu_offload_gb < _MOST_GIB:
-        raise ValueError(f"cpu_offload_gb must be a number of GiB, 0 or more, got {config.model.cpu_offload_gb}")
+    if not 0.0 <= config.model.cpu_offload_gb <= _MOST_GIB:
+        raise ValueError(
+            f"cpu_offload_gb must be a number of GiB from 0 to {_MOST_GIB:,.0f}, got {config.model.cpu_offload_gb}"
+        )
     for name, asked, most in (
         ("max_num_seqs", config.scheduler.max_num_seqs, _MOST_SEQUENCES),
         ("the larger of max_loras and max_cpu_loras", config.lora.num_slots, _MOST_ADAPTERS),

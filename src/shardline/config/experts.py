@@ -52,6 +52,6 @@ def parse_balancing(text: str | None) -> ExpertBalancing:
         if isinstance(known[name], bool):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} of eplb_config must be true or false, got {value!r}")
-        elif type(value) is not int or not least <= value < _MOST:
-            raise ValueError(f"{name} of eplb_config must be a whole number from {least} on, got {value!r}")
+        elif type(value) is not int or not least <= value <= _MOST:
+            raise ValueError(f"{name} of eplb_config must be a whole number from {least} to {_MOST:,}, got {value!r}")
     return ExpertBalancing(**fields)

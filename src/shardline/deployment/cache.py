@@ -25,7 +25,8 @@ from shardline.models.sizes import kv_block_bytes
 from shardline.models.spec import DecoderSpec
 
 BLOCK_TOKENS = 16
-"""Blocks hold a multiple of this many tokens: products of attention take so many keys at once."""
+"""Blocks hold a multiple of this many tokens: the CPU's own products of attention take so many keys at once. One rule
+serves all kernels."""
 
 _FOLDER_SHARE = 10
 """Files of blocks may take so many times the host memory of a replica, unless the user says."""
@@ -48,8 +49,8 @@ def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dty
         asked = BLOCK_TOKENS
     if asked is not None and (asked < 1 or asked % BLOCK_TOKENS):
         raise ValueError(
-            f"--block-size {asked} is not a multiple of {BLOCK_TOKENS}, and keys are stored for products of "
-            f"{BLOCK_TOKENS} tokens; {BLOCK_TOKENS} and {2 * BLOCK_TOKENS} would work"
+            f"--block-size {asked} is not a multiple of {BLOCK_TOKENS}, as blocks are with all kernels; "
+            f"{BLOCK_TOKENS} and {2 * BLOCK_TOKENS} would work"
         )
     dims = [layer.attention.key_dim for layer in set(spec.layers) if layer.attention.key_dim]
     for dim in dims:

@@ -99,11 +99,13 @@ def _host_room(config: EngineConfig, layout: Layout, machine: Machine, weights: 
         total = sum(weights[rank].num_bytes for _, rank in ranks)
         if total > host.free_memory:
             engines = len({engine for engine, _ in ranks})
+            adapted = config.lora.enable_lora
             raise ValueError(
-                f"the weights need {format_bytes(total)} ({engines} x {format_bytes(total // engines)}), but "
-                f"{_name_host(machine, index)} has {format_bytes(host.free_memory)} available; use a smaller model, "
-                "fewer replicas, --dtype bfloat16 or --quantization int8, or read weights from a disk in every step: "
-                "--offload-to"
+                f"the weights {'and adapters ' * adapted}need {format_bytes(total)} ({engines} x "
+                f"{format_bytes(total // engines)}), but {_name_host(machine, index)} has "
+                f"{format_bytes(host.free_memory)} available; use "
+                f"{'a lower --max-loras or --max-lora-rank, ' * adapted}a smaller model, fewer replicas, "
+                "--dtype bfloat16 or --quantization int8, or read weights from a disk in every step: --offload-to"
             )
         # Half of what is left: the page cache with the checkpoint, and other programs, need memory too.
         free = (host.free_memory - total) * config.cache.gpu_memory_utilization / 2

@@ -39,14 +39,15 @@ def choose_length(
     fits = longest_request(groups, num_blocks - context, cache.block_size, step_tokens, wanted, context)
     if fits >= wanted:
         return wanted
+    flag = "--kv-cache-memory" if cache.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
     if fits < 2:
         raise ValueError(
             f"the KV cache has room for {max(0, num_blocks - context)} blocks of {cache.block_size} tokens, too few "
-            "for any request; raise --kv-cache-memory"
+            f"for any request; raise {flag}"
         )
     if config.model.max_model_len == "auto":
         return fits
     raise ValueError(
         f"one request of {wanted} tokens does not fit the KV cache, which holds {fits}; use --max-model-len {fits} or "
-        "less (or auto), or raise --kv-cache-memory"
+        f"less (or auto), or raise {flag}"
     )

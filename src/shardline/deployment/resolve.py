@@ -97,7 +97,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     check_context_parallel(config, layout, spec, block_size)
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
     _check_splits(parallel, spec)
-    _check_balancing(parallel, layout)
+    _check_balancing(parallel, layout, _num_experts(spec))
     check_numerics(config, held, devices)
     draft = _plan_draft(sized, layout, model, spec, dtype, kv_dtype, devices)
     drafted = 0.0
@@ -263,8 +263,9 @@ def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:
         check_expert_parallel(spec, parallel.sharing, parallel.data_parallel_size)
 
 
-def _check_balancing(parallel: ParallelConfig, layout: Layout) -> None:
-    """Refuse to move experts where a layout has no ranks for it, or where a move would change an answer."""
+def _check_balancing(parallel: ParallelConfig, layout: Layout, num_experts: int) -> None:
+    """Refuse to move experts where a layout has no ranks for it, or where a move would change an answer, and copies
+    beside one of each expert on each rank."""
     if not parallel.enable_eplb:
         return
     if layout.grid.expert == 1:
@@ -275,6 +276,11 @@ def _check_balancing(parallel: ParallelConfig, layout: Layout) -> None:
         raise ValueError(
             "with numerics fast, the sum over experts depends on where they are, so enable_eplb would change answers: "
             "use --numerics exact"
+        )
+    copies, most = parallel.expert_balancing.num_redundant_experts, num_experts * (layout.grid.expert - 1)
+    if copies > most:
+        raise ValueError(
+            f"num_redundant_experts {copies} is too many: with {most}, each rank has all {num_experts} experts already"
         )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline import __version__, env
+from shardline.checkpoints.package import usual_names
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.config.vllm import note_variables
@@ -84,6 +85,9 @@ def run_server(
     bound_heap()
     if server_config.receipts and engine_config.parallel.numerics != "exact":
         raise ValueError("--receipts needs --numerics exact: otherwise bits depend on the batch and the layout")
+    names = server_config.served_model_name or usual_names(engine_config.model.model)
+    if taken := next((one.name for one in engine_config.lora.modules if one.name in names), None):
+        raise ValueError(f"lora_modules: {taken!r} is the name of the served model; give the adapter another name")
     check_tls(server_config)
     ApiKeys(server_config)  # a file that cannot be used is refused before anything is loaded
     load_middleware(server_config)

@@ -19,7 +19,7 @@ from shardline.text.partial_prompt import cut_after_content, encode_around_gaps
 from shardline.text.spelled_tokens import Marks
 from shardline.text.template_jobs import JOB_ENCODER, MAX_RENDERED_CHARS, REFUSED, Render
 from shardline.text.template_sandbox import compile_templates, explain_limit
-from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
+from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer, check_text
 
 MAX_RENDER_SECONDS = 2.0
 
@@ -115,6 +115,9 @@ class ChatTemplate:
         try:
             job = Render(name, chat.messages, values, MAX_RENDERED_CHARS, chat.template, self.content_as_parts)
             return JOB_ENCODER.encode(job)
+        except UnicodeEncodeError as error:
+            check_text(error.object)
+            raise
         except (TypeError, RecursionError) as error:
             raise ValueError(f"messages, tools and variables of a chat must be JSON: {error}") from error
 

@@ -23,6 +23,23 @@ MAX_INLINE_CHARS = 2048
 _PIECE_CHARS = 65_536
 
 
+def check_text(text: object) -> None:
+    """Refuse what no tokenizer takes.
+
+    Raises:
+        ValueError: it is no str, or it has half of a surrogate pair, which is no character.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"a tokenizer encodes text (str), got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start + 1} of the text, {text[error.start]!r}, is half of a surrogate pair, and so no "
+            "character: probably the text was not UTF-8"
+        ) from None
+
+
 class Detokenizer(Protocol):
     """Turns ids into the text that they add, and never returns half a character.
 
@@ -102,16 +119,16 @@ class Tokenizer(Tokens):
         special tokens: encode it with add_special_tokens=False.
 
         Raises:
-            ValueError: the text has half of a surrogate pair, which is no character.
+            ValueError: see `check_text`.
         """
-        if len(text) * self._growth > MAX_INLINE_CHARS:
-            # Unlike `encode`, this lets other threads run meanwhile.
-            return self.encode_texts([text], add_special_tokens)[0]
         try:
+            if len(text) * self._growth > MAX_INLINE_CHARS:
+                # Unlike `encode`, this lets other threads run meanwhile.
+                return self.encode_texts([text], add_special_tokens)[0]
             with FOREIGN_CODE:
                 ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            text.encode()  # names a character that is none: half of a surrogate pair
+            check_text(text)
             raise
         return ids
 
@@ -163,7 +180,8 @@ class Tokenizer(Tokens):
             with FOREIGN_CODE:
                 return [e.ids for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
         except TypeError:
-            "".join(texts).encode()  # as in `encode_text`
+            for text in texts:
+                check_text(text)
             raise
 
     def detokenizer(

@@ -53,11 +53,11 @@ class TransformersTokenizer:
         """The ids of one text or of several.
 
         Raises:
-            ValueError: tensors are asked for, or padding although the model has no token for it.
+            ValueError: it is no text, tensors are asked for, or padding although the model has no token for it.
         """
         if return_tensors is not None:
             raise ValueError("return_tensors is not supported: make tensors of the lists in input_ids")
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = [text] if isinstance(text, str) or not isinstance(text, Iterable) else list(text)
         limit = max_length or self.model_max_length
         ids = self._tokenizer.encode_texts(texts, add_special_tokens)
         if truncation:

@@ -70,13 +70,14 @@ def _act(args: argparse.Namespace) -> int:
         OSError: there is no router.
         RuntimeError: a rollout has stopped.
     """
+    from shardline.benchmark.http_client import split_url
+
     if (args.backend_url is None) != (args.action in _OF_ALL):
         needs_none = args.action in _OF_ALL
         raise ValueError(f"{args.action} takes no URL" if needs_none else f"{args.action}: which backend's URL?")
     if (args.restart is None) != (args.action != "rollout"):
         raise ValueError("rollout needs --restart 'COMMAND {host}', and nothing else takes it")
-    if not args.url.startswith(("http://", "https://")):
-        raise ValueError(f"--url must begin with http:// or https://, got {args.url!r}")
+    split_url(args.url)
     if not 0 < args.step_timeout <= _MOST_SECONDS:
         raise ValueError(f"--step-timeout must be seconds above 0, at most a week, got {args.step_timeout:g}")
     given = fields_from_flags(args, RouterConfig) | fields_from_flags(args, ServerConfig)

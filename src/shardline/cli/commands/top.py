@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    if not args.url.startswith(("http://", "https://")):
-        raise ValueError(f"the URL must begin with http:// or https://, got {args.url!r}")
+    from shardline.benchmark.http_client import split_url
+
+    split_url(args.url)
     if args.json and not args.once:
         raise ValueError("--json is for --once")
     if not 0.1 <= args.interval <= 3600.0:
