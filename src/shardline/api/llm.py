@@ -27,12 +27,12 @@ from shardline.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchPa
 from shardline.api.engines import Connect
 from shardline.api.errors import ContextLengthExceeded, EngineDead
 from shardline.api.model_text import ModelText, load_model_text
-from shardline.api.output_processor import OutputProcessor
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.pooled_batches import PooledBatches
 from shardline.api.prompts import Prompt, TokensPrompt, as_prompts, type_of
 from shardline.api.replicas import Replicas
 from shardline.api.requests import ADAPTER_SALT, PreparedRequest, RequestBuilder, check_vocabulary
+from shardline.api.streams import Streams
 from shardline.config.engine import EngineConfig
 from shardline.config.server import read_structured_outputs_config
 from shardline.config.vllm import note_variables, options_from_variables
@@ -142,7 +142,7 @@ class LLM:
         self.report = [line for replica in ready for line in replica.report]
         for line in self.report:
             logger.info("%s", line)
-        self._runner = BatchRunner(self._replicas, OutputProcessor(text.tokenizer), events)
+        self._runner = BatchRunner(self._replicas, Streams(self._replicas, text.tokenizer), events)
         self._builder = text.request_builder(config, self.max_model_len, ready[0].contract)
 
     def generate(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from shardline.api.engines import EngineEvent
-from shardline.api.output_processor import OutputProcessor, RequestState
+from shardline.api.output_processor import ChoiceState, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
@@ -16,6 +18,8 @@ from shardline.api.resume import PromptSoFar, copy_reported
 from shardline.messages.request import SequenceOutput
 from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 class RequestStream:
@@ -114,22 +118,23 @@ def watch_finish(streams: Sequence[RequestStream]) -> Callable[[], bool]:
 
 
 class Streams:
-    """The requests that run on the replicas, each with its stream. All methods belong on one event loop."""
+    """The requests that run on the replicas, each with its stream. One thread calls all methods."""
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None) -> None:
         self._replicas = replicas
         self._tokenizer = tokenizer
-        self._processor = OutputProcessor(tokenizer)
+        self._requests: dict[str, RequestState] = {}
+        self._by_child: dict[str, tuple[RequestState, ChoiceState]] = {}
 
     def __len__(self) -> int:
         """User requests that have not finished."""
-        return len(self._processor)
+        return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._processor
+        return request_id in self._requests
 
-    def open(self, request: PreparedRequest) -> RequestStream:
-        """Run a request.
+    def open(self, request: PreparedRequest, *, bounded: bool = True) -> RequestStream:
+        """Run a request; `bounded`: see `Replicas.add_requests`.
 
         Raises:
             QueueFull, EngineRecovering, EngineDead: see `Replicas.add_requests`.
@@ -138,35 +143,90 @@ class Streams:
         state = RequestState(request, self._tokenizer)
         stream = RequestStream(state, self.abort)
         if children := state.unfinished_children():
-            self._replicas.add_requests(children)
-            self._processor.track(state)
+            self._requests[request.request_id] = state
+            for child, choice in zip(request.children, state.choices, strict=True):
+                self._by_child[child.request_id] = state, choice
+            try:
+                self._replicas.add_requests(children, bounded=bounded)
+            except BaseException:
+                self.abort(request.request_id)
+                raise
         else:
             state.finish()
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
-        aborted = self._processor.abort_request(request_id)
-        if aborted is not None:
-            state, children = aborted
-            self._replicas.abort_requests(children)
-            state.on_change()
-            state.forget_reader()
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        children = [child.request_id for child in state.unfinished_children()]
+        for choice in state.choices:
+            choice.abort()
+        self._finish(state)
+        self._replicas.abort_requests(children)
+        state.on_change()
+        state.forget_reader()
 
     def abort_all(self) -> None:
         """End all requests."""
-        for request_id in self._processor.request_ids():
+        for request_id in list(self._requests):
             self.abort(request_id)
 
-    def add_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Add engine outputs to their streams, and tell the readers."""
-        done = self._processor.process_outputs(outputs)
-        if done.aborts:
-            self._replicas.abort_requests(done.aborts)
-        for state in done.updated:
+    def add_outputs(self, outputs: Iterable[SequenceOutput]) -> list[RequestState]:
+        """Add engine outputs to their streams, and tell the readers. Those of unknown requests are ignored.
+
+        Returns the requests that have changed, each once, in the order of the outputs.
+        """
+        updated: list[RequestState] = []
+        ended: list[RequestState] = []
+        aborts: list[str] = []
+        seen: set[str] = set()
+        now = time.monotonic()
+        for step in outputs:
+            child = self._by_child.get(step.request_id)
+            if child is None:
+                continue
+            state, choice = child
+            output = choice.output
+            if output.finish_reason is not None:
+                continue
+            try:
+                stopped = choice.add_output(step, now)
+            except Exception as error:  # it is this request's only; the others must go on
+                _log.exception("request %s: its output cannot be turned into text", state.request.request_id)
+                choice.fail(f"the output cannot be turned into text: {type(error).__name__}: {error}")
+                stopped = step.finish_reason is None
+            if stopped:
+                aborts.append(step.request_id)
+            if step.embedding:
+                output.embedding = step.embedding
+            if step.prompt_logprobs is not None:
+                state.output.prompt_token_logprobs = step.prompt_logprobs
+            cached = step.num_cached_tokens
+            if cached and cached > state.output.num_cached_tokens and not state.is_counted:
+                state.output.num_cached_tokens = cached
+            if len(state.choices) == 1:
+                updated.append(state)
+            elif state.request.request_id not in seen:
+                seen.add(state.request.request_id)
+                updated.append(state)
+            if output.finish_reason is not None and not state.unfinished_children():
+                self._finish(state)
+                ended.append(state)
+        if aborts:
+            self._replicas.abort_requests(aborts)
+        for state in updated:
             state.on_change()
-        for state in done.ended:
+        for state in ended:
             state.forget_reader()
+        return updated
+
+    def _finish(self, state: RequestState) -> None:
+        state.finish()
+        self._requests.pop(state.request.request_id, None)
+        for child in state.request.children:
+            self._by_child.pop(child.request_id, None)
 
 
 class Inbox:
