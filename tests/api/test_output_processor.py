@@ -57,9 +57,9 @@ def test_an_output_that_cannot_be_decoded_fails_alone(monkeypatch: pytest.Monkey
     replicas = Mock()
     streams = Streams(replicas, TOKENIZER)
     broken, sound = (streams.open(builder.build_request(name, "the dog", SamplingParams())) for name in "ab")
-    monkeypatch.setattr(broken._state.choices[0], "_detokenizer", object())
+    monkeypatch.setattr(broken.choices[0], "_detokenizer", object())
     updated = streams.add_outputs([SequenceOutput("a-0", 0, [1]), SequenceOutput("b-0", 0, encode("cat"))])
-    assert [state.output for state in updated] == [broken.output, sound.output]
+    assert updated == [broken, sound]
     assert (_aborted(replicas), "a" in streams, "b" in streams) == (["a-0"], False, True)
     assert broken.output.outputs[0].finish_reason == "error"
     assert "AttributeError" in broken.output.outputs[0].error
@@ -146,15 +146,16 @@ def test_choices_finish_apart_and_abort_ends_the_rest() -> None:
     builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
     replicas = Mock()
     streams = Streams(replicas, TOKENIZER)
-    output = streams.open(builder.build_request("r", "the dog", SamplingParams(n=2))).output
-    [state] = streams.add_outputs(
+    stream = streams.open(builder.build_request("r", "the dog", SamplingParams(n=2)))
+    output = stream.output
+    updated = streams.add_outputs(
         [
             SequenceOutput("r-0", 0, encode("dog"), finish_reason="length", num_cached_tokens=3),
             SequenceOutput("r-1", 1, encode("do")),
             SequenceOutput("gone-0", 0, [5]),
         ]
     )
-    assert state.output is output
+    assert updated == [stream]
     assert not output.finished
     streams.abort("r")
     assert _aborted(replicas) == ["r-1"]

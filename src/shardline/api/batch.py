@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from shardline.api.engines import EngineEvent
 from shardline.api.errors import EngineDead
-from shardline.api.output_processor import RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
@@ -77,12 +76,12 @@ class BatchRunner:
                     request = pending.popleft()
                     submitted[request.request_id] = time.monotonic()
                     streams.append(self._streams.open(request, bounded=False))
-                for state in self._next_updates():
+                for stream in self._next_updates():
                     now = time.monotonic()
-                    first.setdefault(state.request.request_id, now)
-                    if state.output.finished:
-                        finished[state.request.request_id] = now
-                        on_finished(state.output)
+                    first.setdefault(stream.request.request_id, now)
+                    if stream.output.finished:
+                        finished[stream.request.request_id] = now
+                        on_finished(stream.output)
         except BaseException:
             self._streams.abort_all()
             raise
@@ -101,7 +100,7 @@ class BatchRunner:
         """Whether the replicas should get one more request."""
         return self._replicas.num_in_flight() < self._window * max(1, sum(self._replicas.alive()))
 
-    def _next_updates(self) -> list[RequestState]:
+    def _next_updates(self) -> list[RequestStream]:
         """Wait for the next event, and return the requests that it changed."""
         event = self._events.get()
         if event is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from shardline.api.logprobs import Decode, decode_nothing
@@ -183,7 +183,7 @@ class ChoiceState:
 class RequestState:
     """One running user request: its RequestOutput, and the choices that add to it."""
 
-    __slots__ = ("choices", "is_counted", "on_change", "output", "request")
+    __slots__ = ("choices", "is_counted", "output", "request")
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params: SamplingParams = request.params
@@ -214,12 +214,6 @@ class RequestState:
                 choice.replay(so_far)
         self.is_counted = request.so_far is not None and request.so_far.num_cached_tokens is not None
         """Whether the usage has the number of cached tokens already."""
-        self.on_change: Callable[[], None] = _ignore_change
-        """What is called when the output has changed."""
-
-    def forget_reader(self) -> None:
-        """Call nobody any more: the reader knows of the last change."""
-        self.on_change = _ignore_change
 
     def metrics(self) -> RequestMetrics:
         """Where the time has gone so far."""
@@ -246,7 +240,3 @@ class RequestState:
         """The engine requests that still run, or are to."""
         pairs = zip(self.request.children, self.output.outputs, strict=True)
         return [child for child, output in pairs if output.finish_reason is None]
-
-
-def _ignore_change() -> None:
-    pass

@@ -22,7 +22,7 @@ from shardline.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-class RequestStream:
+class RequestStream(RequestState):
     """The outputs of one admitted request: `async for output in stream`.
 
     Each item is the same RequestOutput object, with what has been added to it. If the reader is slow, several updates
@@ -32,18 +32,17 @@ class RequestStream:
     Instead of iterating, a reader may `listen`. That wakes no task, so it costs less.
     """
 
-    __slots__ = ("_abort", "_ended", "_state", "_updated", "_waiter", "output", "replayed")
+    __slots__ = ("_abort", "_ended", "_updated", "_waiter", "on_change", "replayed")
 
-    def __init__(self, state: RequestState, abort: Callable[[str], None]) -> None:
-        self.output = state.output
-        self._state = state
+    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, abort: Callable[[str], None]) -> None:
+        super().__init__(request, tokenizer)
         self._abort = abort
         self._updated = False
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
-        state.on_change = self._wake_reader
-        resumes, params = state.request.so_far is not None, state.request.params
-        self.replayed = copy_reported(self.output, params) if resumes else None
+        self.on_change: Callable[[], None] = self._wake_reader
+        """What the owner calls when the output has changed."""
+        self.replayed = None if request.so_far is None else copy_reported(self.output, request.params)
         """The output that was reported elsewhere; None: the request has begun here."""
 
     def __aiter__(self) -> RequestStream:
@@ -70,14 +69,14 @@ class RequestStream:
         It runs on the event loop and must not raise.
         """
         if on_update is not None:
-            self._state.on_change = on_update
+            self.on_change = on_update
             if self._updated:
                 self._updated = False
                 on_update()
         elif self.output.finished:
-            self._state.forget_reader()
+            self.forget_reader()
         else:
-            self._state.on_change = self._wake_reader
+            self.on_change = self._wake_reader
 
     async def aclose(self) -> None:
         """Abort the request if it has not finished. The stream then has no more items."""
@@ -87,21 +86,29 @@ class RequestStream:
 
     def metrics(self) -> RequestMetrics:
         """Where the time has gone so far."""
-        return self.output.metrics or self._state.metrics()
+        return self.output.metrics or super().metrics()
 
     @property
     def wants_receipt(self) -> bool:
         """Whether each choice gets a receipt."""
-        return self._state.request.contract is not None
+        return self.request.contract is not None
 
     def origin(self) -> PromptSoFar:
         """See `PreparedRequest.origin`."""
-        return self._state.request.origin()
+        return self.request.origin()
+
+    def forget_reader(self) -> None:
+        """Call nobody any more: the reader knows of the last change."""
+        self.on_change = _ignore_change
 
     def _wake_reader(self) -> None:
         self._updated = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _ignore_change() -> None:
+    pass
 
 
 def watch_finish(streams: Sequence[RequestStream]) -> Callable[[], bool]:
@@ -123,8 +130,8 @@ class Streams:
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None) -> None:
         self._replicas = replicas
         self._tokenizer = tokenizer
-        self._requests: dict[str, RequestState] = {}
-        self._by_child: dict[str, tuple[RequestState, ChoiceState]] = {}
+        self._requests: dict[str, RequestStream] = {}
+        self._by_child: dict[str, tuple[RequestStream, ChoiceState]] = {}
 
     def __len__(self) -> int:
         """User requests that have not finished."""
@@ -140,46 +147,45 @@ class Streams:
             QueueFull, EngineRecovering, EngineDead: see `Replicas.add_requests`.
             ValueError: its output so far has come to its end.
         """
-        state = RequestState(request, self._tokenizer)
-        stream = RequestStream(state, self.abort)
-        if children := state.unfinished_children():
-            self._requests[request.request_id] = state
-            for child, choice in zip(request.children, state.choices, strict=True):
-                self._by_child[child.request_id] = state, choice
+        stream = RequestStream(request, self._tokenizer, self.abort)
+        if children := stream.unfinished_children():
+            self._requests[request.request_id] = stream
+            for child, choice in zip(request.children, stream.choices, strict=True):
+                self._by_child[child.request_id] = stream, choice
             try:
                 self._replicas.add_requests(children, bounded=bounded)
             except BaseException:
                 self.abort(request.request_id)
                 raise
         else:
-            state.finish()
+            stream.finish()
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
-        state = self._requests.get(request_id)
-        if state is None:
+        stream = self._requests.get(request_id)
+        if stream is None:
             return
-        children = [child.request_id for child in state.unfinished_children()]
-        for choice in state.choices:
+        children = [child.request_id for child in stream.unfinished_children()]
+        for choice in stream.choices:
             choice.abort()
-        self._finish(state)
+        self._finish(stream)
         self._replicas.abort_requests(children)
-        state.on_change()
-        state.forget_reader()
+        stream.on_change()
+        stream.forget_reader()
 
     def abort_all(self) -> None:
         """End all requests."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
-    def add_outputs(self, outputs: Iterable[SequenceOutput]) -> list[RequestState]:
+    def add_outputs(self, outputs: Iterable[SequenceOutput]) -> list[RequestStream]:
         """Add engine outputs to their streams, and tell the readers. Those of unknown requests are ignored.
 
         Returns the requests that have changed, each once, in the order of the outputs.
         """
-        updated: list[RequestState] = []
-        ended: list[RequestState] = []
+        updated: list[RequestStream] = []
+        ended: list[RequestStream] = []
         aborts: list[str] = []
         seen: set[str] = set()
         now = time.monotonic()
@@ -187,14 +193,14 @@ class Streams:
             child = self._by_child.get(step.request_id)
             if child is None:
                 continue
-            state, choice = child
+            stream, choice = child
             output = choice.output
             if output.finish_reason is not None:
                 continue
             try:
                 stopped = choice.add_output(step, now)
             except Exception as error:  # it is this request's only; the others must go on
-                _log.exception("request %s: its output cannot be turned into text", state.request.request_id)
+                _log.exception("request %s: its output cannot be turned into text", stream.request.request_id)
                 choice.fail(f"the output cannot be turned into text: {type(error).__name__}: {error}")
                 stopped = step.finish_reason is None
             if stopped:
@@ -202,30 +208,30 @@ class Streams:
             if step.embedding:
                 output.embedding = step.embedding
             if step.prompt_logprobs is not None:
-                state.output.prompt_token_logprobs = step.prompt_logprobs
+                stream.output.prompt_token_logprobs = step.prompt_logprobs
             cached = step.num_cached_tokens
-            if cached and cached > state.output.num_cached_tokens and not state.is_counted:
-                state.output.num_cached_tokens = cached
-            if len(state.choices) == 1:
-                updated.append(state)
-            elif state.request.request_id not in seen:
-                seen.add(state.request.request_id)
-                updated.append(state)
-            if output.finish_reason is not None and not state.unfinished_children():
-                self._finish(state)
-                ended.append(state)
+            if cached and cached > stream.output.num_cached_tokens and not stream.is_counted:
+                stream.output.num_cached_tokens = cached
+            if len(stream.choices) == 1:
+                updated.append(stream)
+            elif stream.request.request_id not in seen:
+                seen.add(stream.request.request_id)
+                updated.append(stream)
+            if output.finish_reason is not None and not stream.unfinished_children():
+                self._finish(stream)
+                ended.append(stream)
         if aborts:
             self._replicas.abort_requests(aborts)
-        for state in updated:
-            state.on_change()
-        for state in ended:
-            state.forget_reader()
+        for stream in updated:
+            stream.on_change()
+        for stream in ended:
+            stream.forget_reader()
         return updated
 
-    def _finish(self, state: RequestState) -> None:
-        state.finish()
-        self._requests.pop(state.request.request_id, None)
-        for child in state.request.children:
+    def _finish(self, stream: RequestStream) -> None:
+        stream.finish()
+        self._requests.pop(stream.request.request_id, None)
+        for child in stream.request.children:
             self._by_child.pop(child.request_id, None)
 
 
