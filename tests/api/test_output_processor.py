@@ -40,7 +40,7 @@ def run(
         ending = last if start >= len(ids) else {}
         logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in piece]
         digests = [str(token) for token in piece]
-        output = SequenceOutput("r-0", 0, piece, logprobs=logprobs, digests=digests, **ending)
+        output = SequenceOutput("r-0", piece, logprobs=logprobs, digests=digests, **ending)
         streams.add_outputs([output])
         if start >= len(ids):
             break
@@ -58,7 +58,7 @@ def test_an_output_that_cannot_be_decoded_fails_alone(monkeypatch: pytest.Monkey
     streams = Streams(replicas, TOKENIZER)
     broken, sound = (streams.open(builder.build_request(name, "the dog", SamplingParams())) for name in "ab")
     monkeypatch.setattr(broken.choices[0], "_detokenizer", object())
-    updated = streams.add_outputs([SequenceOutput("a-0", 0, [1]), SequenceOutput("b-0", 0, encode("cat"))])
+    updated = streams.add_outputs([SequenceOutput("a-0", [1]), SequenceOutput("b-0", encode("cat"))])
     assert updated == [broken, sound]
     assert (_aborted(replicas), "a" in streams, "b" in streams) == (["a-0"], False, True)
     assert broken.output.outputs[0].finish_reason == "error"
@@ -150,9 +150,9 @@ def test_choices_finish_apart_and_abort_ends_the_rest() -> None:
     output = stream.output
     updated = streams.add_outputs(
         [
-            SequenceOutput("r-0", 0, encode("dog"), finish_reason="length", num_cached_tokens=3),
-            SequenceOutput("r-1", 1, encode("do")),
-            SequenceOutput("gone-0", 0, [5]),
+            SequenceOutput("r-0", encode("dog"), finish_reason="length", num_cached_tokens=3),
+            SequenceOutput("r-1", encode("do")),
+            SequenceOutput("gone-0", [5]),
         ]
     )
     assert updated == [stream]
@@ -163,7 +163,7 @@ def test_choices_finish_apart_and_abort_ends_the_rest() -> None:
     assert [choice.text for choice in output.outputs] == ["dog", "do"]
     assert output.num_cached_tokens == 3
     streams.abort("r")
-    assert streams.add_outputs([SequenceOutput("r-1", 1, [5])]) == []
+    assert streams.add_outputs([SequenceOutput("r-1", [5])]) == []
     assert _aborted(replicas) == ["r-1"]
 
 
@@ -186,7 +186,7 @@ def test_a_timeline_is_that_of_the_first_engine() -> None:
     stream = streams.open(request)
     child = request.children[0].request_id
     for number, timeline in enumerate([(0.5, 1.0), (0.1, 0.2)]):
-        output = SequenceOutput(child, 0, [number], timeline=EngineTimeline(*timeline), num_cached_tokens=number)
+        output = SequenceOutput(child, [number], timeline=EngineTimeline(*timeline), num_cached_tokens=number)
         streams.add_outputs([output])
     [choice] = stream.metrics().choices
     assert (choice.queued_seconds, choice.prefill_seconds, choice.num_cached_tokens) == (0.5, 0.5, 0)

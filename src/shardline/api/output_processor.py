@@ -83,7 +83,7 @@ class ChoiceState:
         Raises:
             ValueError: it has come to its end.
         """
-        self.add_output(so_far.as_step(self.output.index), 0.0)
+        self.add_output(so_far.as_step(), 0.0)
         if so_far.finished:
             self._set_finished("stop", None)
         elif self.output.finished():
