@@ -14,7 +14,7 @@ from shardline.api.output_processor import ChoiceState, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
-from shardline.api.resume import PromptSoFar, copy_reported
+from shardline.api.resume import copy_reported
 from shardline.messages.request import SequenceOutput
 from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
@@ -87,15 +87,6 @@ class RequestStream(RequestState):
     def metrics(self) -> RequestMetrics:
         """Where the time has gone so far."""
         return self.output.metrics or super().metrics()
-
-    @property
-    def wants_receipt(self) -> bool:
-        """Whether each choice gets a receipt."""
-        return self.request.contract is not None
-
-    def origin(self) -> PromptSoFar:
-        """See `PreparedRequest.origin`."""
-        return self.request.origin()
 
     def forget_reader(self) -> None:
         """Call nobody any more: the reader knows of the last change."""
