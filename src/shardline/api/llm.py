@@ -45,7 +45,8 @@ from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
-from shardline.text.chat_template import ChatTemplate, Conversation, read_template, render_and_encode
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
+from shardline.text.model_files import read_template
 from shardline.text.transformers_tokenizer import TransformersTokenizer
 
 logger = logging.getLogger(__name__)
