@@ -175,10 +175,8 @@ class Streams:
 
         Returns the requests that have changed, each once, in the order of the outputs.
         """
-        updated: list[RequestStream] = []
-        ended: list[RequestStream] = []
+        updated: dict[RequestStream, None] = {}
         aborts: list[str] = []
-        seen: set[str] = set()
         now = time.monotonic()
         for step in outputs:
             child = self._by_child.get(step.request_id)
@@ -203,21 +201,16 @@ class Streams:
             cached = step.num_cached_tokens
             if cached and cached > stream.output.num_cached_tokens and not stream.is_counted:
                 stream.output.num_cached_tokens = cached
-            if len(stream.choices) == 1:
-                updated.append(stream)
-            elif stream.request.request_id not in seen:
-                seen.add(stream.request.request_id)
-                updated.append(stream)
+            updated[stream] = None
             if output.finish_reason is not None and not stream.unfinished_children():
                 self._finish(stream)
-                ended.append(stream)
         if aborts:
             self._replicas.abort_requests(aborts)
         for stream in updated:
             stream.on_change()
-        for stream in ended:
-            stream.forget_reader()
-        return updated
+            if stream.output.finished:
+                stream.forget_reader()
+        return list(updated)
 
     def _finish(self, stream: RequestStream) -> None:
         stream.finish()
