@@ -65,7 +65,7 @@ class ChatEnvelope:
         if self._options.counts_always:
             usage = self._usage(outputs)
         fields: dict[str, Any] = {"prompt_text": self._prompt_text} if first and self._prompt_text is not None else {}
-        prompt_ids = self._prompt_ids(outputs[0]) if first else msgspec.UNSET
+        prompt_ids = outputs[0].prompt_token_ids if first and self._with_ids else msgspec.UNSET
         return make_event(self._encode("chat.completion.chunk", [choice], usage, prompt_ids, **fields))
 
     def encode_ending(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -74,9 +74,6 @@ class ChatEnvelope:
             return b""
         usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
         return make_event(self._encode("chat.completion.chunk", [], usage, finished=outputs))
-
-    def _prompt_ids(self, output: RequestOutput) -> list[int] | msgspec.UnsetType:
-        return output.prompt_token_ids if self._with_ids else msgspec.UNSET
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         if not self._counters:
