@@ -109,9 +109,7 @@ def run_engine(descriptor: int, seconds_per_token: float, num_streams: int) -> N
     for number in range(1, most + 1):
         token = tokens[number % len(tokens)]
         reason = "length" if number == most else None
-        outputs = [
-            SequenceOutput(one.request_id, one.choice, [token], finish_reason=reason) for one in running.values()
-        ]
+        outputs = [SequenceOutput(one.request_id, [token], finish_reason=reason) for one in running.values()]
         channel.send(EngineOutputs(outputs, EngineStats(num_running=len(running))))
         tick += seconds_per_token
         time.sleep(max(0.0, tick - time.perf_counter()))

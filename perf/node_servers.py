@@ -168,7 +168,7 @@ def time_kept_tokens() -> float:
     ]
     for request in requests:
         replicas.add_requests([request])
-    outputs = EngineOutputs([SequenceOutput(one.request_id, 0, [5]) for one in requests], EngineStats())
+    outputs = EngineOutputs([SequenceOutput(one.request_id, [5]) for one in requests], EngineStats())
     rounds = []
     for _ in range(200):
         began = time.perf_counter()

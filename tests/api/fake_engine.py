@@ -154,7 +154,6 @@ class FakeEngineClient:
             del self.running[request_id]
         return SequenceOutput(
             request_id=request_id,
-            choice=request.choice,
             token_ids=tokens,
             logprobs=None if params.logprobs is None else [TokenLogprobs(-0.5, 1, [t], [-0.5]) for t in tokens],
             digests=[f"{t:x}" for t in tokens] if params.logits_digest else None,

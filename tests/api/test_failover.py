@@ -58,7 +58,7 @@ class Cluster:
         return list(self.replicas.handle_event(index, event))
 
     def generate(self, index: int, name: str, *tokens: int) -> None:
-        event = EngineOutputs([SequenceOutput(name, 0, list(tokens))], EngineStats(num_steps=1))
+        event = EngineOutputs([SequenceOutput(name, list(tokens))], EngineStats(num_steps=1))
         self.replicas.handle_event(index, event)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.api.output_processor import OutputProcessor
+from shardline.api.errors import QueueFull
 from shardline.api.outputs import CompletionOutput
 from shardline.api.requests import RequestBuilder
+from shardline.api.streams import Streams
 from shardline.config.engine import EngineConfig
 from shardline.messages.request import SequenceOutput, TokenLogprobs
 from shardline.messages.timeline import EngineTimeline
@@ -28,9 +30,9 @@ def run(
 ) -> tuple[CompletionOutput, list[str]]:
     """The choice after steps of these sizes brought `ids`, and the aborts; `last`: how the engine ended the choice."""
     builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
-    processor = OutputProcessor(TOKENIZER)
-    state = processor.add_request(builder.build_request("r", "the dog", params))
-    aborts: list[str] = []
+    replicas = Mock()
+    streams = Streams(replicas, TOKENIZER)
+    stream = streams.open(builder.build_request("r", "the dog", params))
     start = 0
     for size in [*(sizes or []), len(ids)]:
         piece = ids[start : start + size]
@@ -38,21 +40,27 @@ def run(
         ending = last if start >= len(ids) else {}
         logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in piece]
         digests = [str(token) for token in piece]
-        output = SequenceOutput("r-0", 0, piece, logprobs=logprobs, digests=digests, **ending)
-        aborts += processor.process_outputs([output]).aborts
+        output = SequenceOutput("r-0", piece, logprobs=logprobs, digests=digests, **ending)
+        streams.add_outputs([output])
         if start >= len(ids):
             break
-    assert len(processor) == (0 if state.output.finished else 1)
-    return state.output.outputs[0], aborts
+    assert len(streams) == (0 if stream.output.finished else 1)
+    return stream.output.outputs[0], _aborted(replicas)
+
+
+def _aborted(replicas: Mock) -> list[str]:
+    return [request_id for call in replicas.abort_requests.mock_calls for request_id in call.args[0]]
 
 
 def test_an_output_that_cannot_be_decoded_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
-    processor = OutputProcessor(TOKENIZER)
-    broken, sound = (processor.add_request(builder.build_request(name, "the dog", SamplingParams())) for name in "ab")
+    replicas = Mock()
+    streams = Streams(replicas, TOKENIZER)
+    broken, sound = (streams.open(builder.build_request(name, "the dog", SamplingParams())) for name in "ab")
     monkeypatch.setattr(broken.choices[0], "_detokenizer", object())
-    done = processor.process_outputs([SequenceOutput("a-0", 0, [1]), SequenceOutput("b-0", 0, encode("cat"))])
-    assert (done.aborts, done.ended, done.updated) == (["a-0"], [broken], [broken, sound])
+    updated = streams.add_outputs([SequenceOutput("a-0", [1]), SequenceOutput("b-0", encode("cat"))])
+    assert updated == [broken, sound]
+    assert (_aborted(replicas), "a" in streams, "b" in streams) == (["a-0"], False, True)
     assert broken.output.outputs[0].finish_reason == "error"
     assert "AttributeError" in broken.output.outputs[0].error
     assert sound.output.outputs[0].text == "cat"
@@ -136,33 +144,49 @@ def test_an_engines_error_is_told() -> None:
 
 def test_choices_finish_apart_and_abort_ends_the_rest() -> None:
     builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
-    processor = OutputProcessor(TOKENIZER)
-    state = processor.add_request(builder.build_request("r", "the dog", SamplingParams(n=2)))
-    done = processor.process_outputs(
+    replicas = Mock()
+    streams = Streams(replicas, TOKENIZER)
+    stream = streams.open(builder.build_request("r", "the dog", SamplingParams(n=2)))
+    output = stream.output
+    updated = streams.add_outputs(
         [
-            SequenceOutput("r-0", 0, encode("dog"), finish_reason="length", num_cached_tokens=3),
-            SequenceOutput("r-1", 1, encode("do")),
-            SequenceOutput("gone-0", 0, [5]),
+            SequenceOutput("r-0", encode("dog"), finish_reason="length", num_cached_tokens=3),
+            SequenceOutput("r-1", encode("do")),
+            SequenceOutput("gone-0", [5]),
         ]
     )
-    assert done.updated == [state]
-    assert not state.output.finished
-    aborted = processor.abort_request("r")
-    assert aborted == (state, ["r-1"])
-    assert [choice.finish_reason for choice in state.output.outputs] == ["length", "abort"]
-    assert [choice.text for choice in state.output.outputs] == ["dog", "do"]
-    assert state.output.num_cached_tokens == 3
-    assert processor.abort_request("r") is None
-    assert processor.process_outputs([SequenceOutput("r-1", 1, [5])]).updated == []
+    assert updated == [stream]
+    assert not output.finished
+    streams.abort("r")
+    assert _aborted(replicas) == ["r-1"]
+    assert [choice.finish_reason for choice in output.outputs] == ["length", "abort"]
+    assert [choice.text for choice in output.outputs] == ["dog", "do"]
+    assert output.num_cached_tokens == 3
+    streams.abort("r")
+    assert streams.add_outputs([SequenceOutput("r-1", [5])]) == []
+    assert _aborted(replicas) == ["r-1"]
+
+
+@pytest.mark.parametrize("error", [QueueFull("full"), KeyboardInterrupt()])
+def test_a_request_that_cannot_be_handed_over_is_forgotten(error: BaseException) -> None:
+    replicas = Mock()
+    replicas.add_requests.side_effect = error
+    streams = Streams(replicas, TOKENIZER)
+    builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
+    with pytest.raises(type(error)):
+        streams.open(builder.build_request("r", "the dog", SamplingParams(n=2)))
+    assert len(streams) == 0
+    assert _aborted(replicas) == ["r-0", "r-1"], "an interrupt may have come after they were sent"
 
 
 def test_a_timeline_is_that_of_the_first_engine() -> None:
     builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
-    processor = OutputProcessor(TOKENIZER)
-    state = processor.add_request(builder.build_request("r", "the dog", SamplingParams(max_tokens=9)))
-    child = state.request.children[0].request_id
+    streams = Streams(Mock(), TOKENIZER)
+    request = builder.build_request("r", "the dog", SamplingParams(max_tokens=9))
+    stream = streams.open(request)
+    child = request.children[0].request_id
     for number, timeline in enumerate([(0.5, 1.0), (0.1, 0.2)]):
-        output = SequenceOutput(child, 0, [number], timeline=EngineTimeline(*timeline), num_cached_tokens=number)
-        processor.process_outputs([output])
-    [choice] = state.metrics().choices
+        output = SequenceOutput(child, [number], timeline=EngineTimeline(*timeline), num_cached_tokens=number)
+        streams.add_outputs([output])
+    [choice] = stream.metrics().choices
     assert (choice.queued_seconds, choice.prefill_seconds, choice.num_cached_tokens) == (0.5, 0.5, 0)

@@ -79,7 +79,7 @@ class Engine:
             if position + 1 == NUM_TOKENS:
                 del self.running[name]
                 reason = "length"
-            outputs.append(SequenceOutput(name, one.choice, [next_token(one, position)], finish_reason=reason))
+            outputs.append(SequenceOutput(name, [next_token(one, position)], finish_reason=reason))
         return [*answers, EngineOutputs(outputs, EngineStats())] if outputs else answers
 
 
@@ -305,7 +305,7 @@ def test_a_choice_leaves_when_its_engine_says_so_and_keeps_what_came_before() ->
             world.handle(0, message)
     assert engine.inbox == [("abort", ["a"])]
     world.handle(
-        0, EngineOutputs([SequenceOutput("a", 0, [next_token(world.requests["a"], CLEARED_AFTER)])], EngineStats())
+        0, EngineOutputs([SequenceOutput("a", [next_token(world.requests["a"], CLEARED_AFTER)])], EngineStats())
     )
     assert len(world.tokens["a"]) == CLEARED_AFTER + 1
     assert [kind for kind, _ in engine.inbox] == ["abort"]

@@ -35,11 +35,11 @@ def request(name: str, size: int = 3, n: int = 1) -> list[Request]:
 
 
 def finished(name: str) -> EngineOutputs:
-    return EngineOutputs([SequenceOutput(name, 0, [5], finish_reason="length")], EngineStats())
+    return EngineOutputs([SequenceOutput(name, [5], finish_reason="length")], EngineStats())
 
 
 def started(name: str) -> EngineOutputs:
-    return EngineOutputs([SequenceOutput(f"{name}-0", 0, [5])], EngineStats())
+    return EngineOutputs([SequenceOutput(f"{name}-0", [5])], EngineStats())
 
 
 def test_the_replica_with_the_least_to_do_gets_the_next_request() -> None:

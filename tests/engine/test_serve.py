@@ -47,7 +47,7 @@ def request(name: str, *, streamed: bool) -> Request:
 
 def output(name: str, *token_ids: int, end: FinishReason | None = None) -> SequenceOutput:
     logprobs = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in token_ids]
-    return SequenceOutput(name, 0, list(token_ids), logprobs, [str(token) for token in token_ids], end)
+    return SequenceOutput(name, list(token_ids), logprobs, [str(token) for token in token_ids], end)
 
 
 def test_a_reader_waits_for_nothing() -> None:
@@ -88,7 +88,7 @@ def test_errors_and_aborts_are_told_at_once() -> None:
     outbox.put_outputs([output("batch", 1)], 0.0)
     outbox.take_outputs()
     outbox.put_outputs([output("batch", 2)], 0.0)
-    failed = SequenceOutput("batch", 0, [], finish_reason="error", error="NaN in layer 3")
+    failed = SequenceOutput("batch", [], finish_reason="error", error="NaN in layer 3")
     assert outbox.put_outputs([failed], 0.0)
     (told,) = outbox.take_outputs()
     assert (told.token_ids, told.digests, told.finish_reason, told.error) == ([2], ["2"], "error", "NaN in layer 3")

@@ -140,11 +140,9 @@ class FakeEngine:
         if self.embedding:
             count = 1 if request.sampling.prompt_logprobs is None else len(request.prompt_token_ids)
             vector = array("f", self.embedding * count).tobytes()
-            return SequenceOutput(request.request_id, request.choice, [], finish_reason="stop", embedding=vector)
+            return SequenceOutput(request.request_id, [], finish_reason="stop", embedding=vector)
         if self.refusal:
-            return SequenceOutput(
-                request.request_id, request.choice, [], finish_reason="error", error=self.refusal, refused=True
-            )
+            return SequenceOutput(request.request_id, [], finish_reason="error", error=self.refusal, refused=True)
         token_id = ids.pop(0)
         sampling = request.sampling
         taken = self._taken[request.request_id] = self._taken.get(request.request_id, 0) + 1
@@ -167,7 +165,6 @@ class FakeEngine:
             prompt_logprobs = [TokenLogprobs(-1.0 - index, 2, top, [-0.5] * len(top)) for index in range(len(ids))]
         return SequenceOutput(
             request.request_id,
-            request.choice,
             [token_id],
             logprobs,
             ["d"] if sampling.logits_digest else None,

@@ -69,7 +69,14 @@ def test_requests_are_measured() -> None:
 def test_engine_stats_are_labelled_by_replica() -> None:
     steps = [1, *[0] * 12, 2]
     stats = [
-        EngineStats(kv_blocks_total=8, kv_blocks_used=2, num_preemptions=3, step_tokens=steps, num_step_tokens=50_001),
+        EngineStats(
+            kv_blocks_total=8,
+            kv_blocks_used=2,
+            num_preemptions=3,
+            prompt_tokens=50_000,
+            generation_tokens=1,
+            step_tokens=steps,
+        ),
         EngineStats(num_waiting=4),
     ]
     body, content_type = ServerMetrics("m", lambda: stats, read_refused=lambda: 5).expose("")

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from shardline.api.engines import EngineEvent
 from shardline.api.errors import EngineDead
-from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
+from shardline.api.streams import RequestStream, Streams
 
 T = TypeVar("T")
 Events = queue.SimpleQueue[tuple[int, EngineEvent] | None]
@@ -49,10 +49,10 @@ def for_each(given: T | Sequence[T], count: int, name: str, *kinds: type) -> lis
 class BatchRunner:
     """Runs one batch at a time; one thread at a time may call it."""
 
-    def __init__(self, replicas: Replicas, processor: OutputProcessor, events: Events) -> None:
-        """`replicas` put their events into `events`."""
+    def __init__(self, replicas: Replicas, streams: Streams, events: Events) -> None:
+        """`replicas` put their events into `events`. `streams`: those of `replicas`."""
         self._replicas = replicas
-        self._processor = processor
+        self._streams = streams
         self._events = events
         self._window = 2 * replicas.config.max_running
         """Requests that a replica is given at once: as many as it runs, and as many that wait."""
@@ -66,55 +66,46 @@ class BatchRunner:
             EngineDead: no replica is left, or the engines were closed.
         """
         pending = deque(requests)
-        states: list[RequestState] = []
+        streams: list[RequestStream] = []
         first: dict[str, float] = {}
         finished: dict[str, float] = {}
         submitted: dict[str, float] = {}
         try:
-            while pending or len(self._processor):
+            while pending or len(self._streams):
                 while pending and self._has_room():
                     request = pending.popleft()
                     submitted[request.request_id] = time.monotonic()
-                    states.append(self._processor.add_request(request))
-                    self._replicas.add_requests(request.children, bounded=False)
-                for state in self._next_updates():
+                    streams.append(self._streams.open(request, bounded=False))
+                for stream in self._next_updates():
                     now = time.monotonic()
-                    first.setdefault(state.request.request_id, now)
-                    if state.output.finished:
-                        finished[state.request.request_id] = now
-                        on_finished(state.output)
+                    first.setdefault(stream.request.request_id, now)
+                    if stream.output.finished:
+                        finished[stream.request.request_id] = now
+                        on_finished(stream.output)
         except BaseException:
-            self._abort_all()
+            self._streams.abort_all()
             raise
         if self._replicas.dead_reason and requests:
             raise EngineDead(self._replicas.dead_reason)
-        ids = [state.request.request_id for state in states]
-        times = [RequestTimes(submitted[i], first[i], finished[i]) for i in ids]
-        return [state.output for state in states], times
+        outputs = [stream.output for stream in streams]
+        ids = [output.request_id for output in outputs]
+        return outputs, [RequestTimes(submitted[i], first[i], finished[i]) for i in ids]
 
     @property
     def num_unfinished(self) -> int:
         """Requests that were submitted and have not finished."""
-        return len(self._processor)
+        return len(self._streams)
 
     def _has_room(self) -> bool:
         """Whether the replicas should get one more request."""
         return self._replicas.num_in_flight() < self._window * max(1, sum(self._replicas.alive()))
 
-    def _next_updates(self) -> list[RequestState]:
+    def _next_updates(self) -> list[RequestStream]:
         """Wait for the next event, and return the requests that it changed."""
         event = self._events.get()
         if event is None:
             raise EngineDead("this LLM was closed while it ran a batch")
-        done = self._processor.process_outputs(self._replicas.handle_event(*event))
-        self._replicas.abort_requests(done.aborts)
-        return done.updated
-
-    def _abort_all(self) -> None:
-        for request_id in self._processor.request_ids():
-            aborted = self._processor.abort_request(request_id)
-            if aborted is not None:
-                self._replicas.abort_requests(aborted[1])
+        return self._streams.add_outputs(self._replicas.handle_event(*event))
 
 
 MakeBar = Callable[..., Any]

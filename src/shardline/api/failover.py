@@ -152,4 +152,4 @@ def ran_at(choices: Sequence[RunningChoice], stalled_at: float) -> list[RunningC
 
 def _as_error(choice: RunningChoice, message: str) -> SequenceOutput:
     request = choice.request
-    return SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=message)
+    return SequenceOutput(request.request_id, [], finish_reason="error", error=message)

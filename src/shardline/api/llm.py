@@ -27,12 +27,12 @@ from shardline.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchPa
 from shardline.api.engines import Connect
 from shardline.api.errors import ContextLengthExceeded, EngineDead
 from shardline.api.model_text import ModelText, load_model_text
-from shardline.api.output_processor import OutputProcessor
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.pooled_batches import PooledBatches
 from shardline.api.prompts import Prompt, TokensPrompt, as_prompts, type_of
 from shardline.api.replicas import Replicas
 from shardline.api.requests import ADAPTER_SALT, PreparedRequest, RequestBuilder, check_vocabulary
+from shardline.api.streams import Streams
 from shardline.config.engine import EngineConfig
 from shardline.config.server import read_structured_outputs_config
 from shardline.config.vllm import note_variables, options_from_variables
@@ -45,7 +45,8 @@ from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.structured.checks import GrammarChecks
 from shardline.text.chat_messages import Message
-from shardline.text.chat_template import ChatTemplate, Conversation, read_template, render_and_encode
+from shardline.text.chat_template import ChatTemplate, Conversation, render_and_encode
+from shardline.text.model_files import read_template
 from shardline.text.transformers_tokenizer import TransformersTokenizer
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class LLM:
         self.report = [line for replica in ready for line in replica.report]
         for line in self.report:
             logger.info("%s", line)
-        self._runner = BatchRunner(self._replicas, OutputProcessor(text.tokenizer), events)
+        self._runner = BatchRunner(self._replicas, Streams(self._replicas, text.tokenizer), events)
         self._builder = text.request_builder(config, self.max_model_len, ready[0].contract)
 
     def generate(

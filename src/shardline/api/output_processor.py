@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
 from shardline.api.logprobs import Decode, decode_nothing
@@ -18,8 +16,6 @@ from shardline.receipts.receipt import make_receipt
 from shardline.sampling_params import SamplingParams
 from shardline.text.stop_strings import StopMatcher
 from shardline.text.tokenizer import Tokenizer
-
-_log = logging.getLogger(__name__)
 
 
 class ChoiceState:
@@ -87,7 +83,7 @@ class ChoiceState:
         Raises:
             ValueError: it has come to its end.
         """
-        self.add_output(so_far.as_step(self.output.index), 0.0)
+        self.add_output(so_far.as_step(), 0.0)
         if so_far.finished:
             self._set_finished("stop", None)
         elif self.output.finished():
@@ -187,7 +183,7 @@ class ChoiceState:
 class RequestState:
     """One running user request: its RequestOutput, and the choices that add to it."""
 
-    __slots__ = ("choices", "is_counted", "on_change", "output", "request")
+    __slots__ = ("choices", "is_counted", "output", "request")
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params: SamplingParams = request.params
@@ -218,12 +214,6 @@ class RequestState:
                 choice.replay(so_far)
         self.is_counted = request.so_far is not None and request.so_far.num_cached_tokens is not None
         """Whether the usage has the number of cached tokens already."""
-        self.on_change: Callable[[], None] = _ignore_change
-        """What the owner of the processor calls when the output has changed."""
-
-    def forget_reader(self) -> None:
-        """Call nobody any more: the reader knows of the last change."""
-        self.on_change = _ignore_change
 
     def metrics(self) -> RequestMetrics:
         """Where the time has gone so far."""
@@ -250,110 +240,3 @@ class RequestState:
         """The engine requests that still run, or are to."""
         pairs = zip(self.request.children, self.output.outputs, strict=True)
         return [child for child, output in pairs if output.finish_reason is None]
-
-
-def _ignore_change() -> None:
-    pass
-
-
-@dataclass
-class Processed:
-    """What a batch of engine outputs changed."""
-
-    updated: list[RequestState] = field(default_factory=list)
-    """Each request once, in the order of the outputs."""
-    aborts: list[str] = field(default_factory=list)
-    """Ids of the engine requests that a stop string has ended."""
-    ended: list[RequestState] = field(default_factory=list)
-    """Those of `updated` that are whole."""
-
-
-class OutputProcessor:
-    """The requests in flight in one front, by id."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._requests: dict[str, RequestState] = {}
-        self._by_child: dict[str, tuple[RequestState, ChoiceState]] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def add_request(self, request: PreparedRequest) -> RequestState:
-        """Begin to track a request that begins here."""
-        return self.track(RequestState(request, self._tokenizer))
-
-    def track(self, state: RequestState) -> RequestState:
-        """Take the outputs of a request from now on."""
-        request = state.request
-        self._requests[request.request_id] = state
-        for child, choice in zip(request.children, state.choices, strict=True):
-            self._by_child[child.request_id] = state, choice
-        return state
-
-    def process_outputs(self, outputs: Iterable[SequenceOutput]) -> Processed:
-        """Apply engine outputs. Outputs of requests that are no longer tracked are ignored."""
-        done = Processed()
-        updated = done.updated
-        seen: set[str] = set()
-        now = time.monotonic()
-        for step in outputs:
-            child = self._by_child.get(step.request_id)
-            if child is None:
-                continue
-            state, choice = child
-            output = choice.output
-            if output.finish_reason is not None:
-                continue
-            try:
-                stopped = choice.add_output(step, now)
-            except Exception as error:  # it is this request's only; the others must go on
-                _log.exception("request %s: its output cannot be turned into text", state.request.request_id)
-                choice.fail(f"the output cannot be turned into text: {type(error).__name__}: {error}")
-                stopped = step.finish_reason is None
-            if stopped:
-                done.aborts.append(step.request_id)
-            if step.embedding:
-                output.embedding = step.embedding
-            if step.prompt_logprobs is not None:
-                state.output.prompt_token_logprobs = step.prompt_logprobs
-            cached = step.num_cached_tokens
-            if cached and cached > state.output.num_cached_tokens and not state.is_counted:
-                state.output.num_cached_tokens = cached
-            if len(state.choices) == 1:
-                updated.append(state)
-            elif state.request.request_id not in seen:
-                seen.add(state.request.request_id)
-                updated.append(state)
-            if output.finish_reason is not None and not state.unfinished_children():
-                self._forget_request(state)
-                done.ended.append(state)
-        return done
-
-    def abort_request(self, request_id: str) -> tuple[RequestState, list[str]] | None:
-        """End a request with the output that it has.
-
-        Returns:
-            Its state and the ids of the engine requests to abort. None: the request is not in flight.
-        """
-        state = self._requests.get(request_id)
-        if state is None:
-            return None
-        children = [child.request_id for child in state.unfinished_children()]
-        for choice in state.choices:
-            choice.abort()
-        self._forget_request(state)
-        return state, children
-
-    def request_ids(self) -> list[str]:
-        """The requests in flight."""
-        return list(self._requests)
-
-    def _forget_request(self, state: RequestState) -> None:
-        state.finish()
-        self._requests.pop(state.request.request_id, None)
-        for child in state.request.children:
-            self._by_child.pop(child.request_id, None)

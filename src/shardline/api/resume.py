@@ -24,10 +24,10 @@ class ChoiceSoFar(msgspec.Struct, forbid_unknown_fields=True):
     digests: list[Annotated[str, Meta(max_length=64)]] | msgspec.UnsetType = msgspec.UNSET
     """Of the logits of all tokens, if the request wants a receipt."""
 
-    def as_step(self, index: int) -> SequenceOutput:
-        """The same as the output of one step of the choice `index`."""
+    def as_step(self) -> SequenceOutput:
+        """The same as the output of one step."""
         count = len(self.token_ids)
-        return SequenceOutput("", index, self.token_ids, [UNKNOWN_SCORE] * count, self.digests or [""] * count)
+        return SequenceOutput("", self.token_ids, [UNKNOWN_SCORE] * count, self.digests or [""] * count)
 
 
 class PromptSoFar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from shardline.api.engines import EngineEvent
-from shardline.api.output_processor import OutputProcessor, RequestState
+from shardline.api.output_processor import ChoiceState, RequestState
 from shardline.api.outputs import RequestOutput
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest
-from shardline.api.resume import PromptSoFar, copy_reported
+from shardline.api.resume import copy_reported
 from shardline.messages.request import SequenceOutput
 from shardline.messages.timeline import RequestMetrics
 from shardline.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 
-class RequestStream:
+
+class RequestStream(RequestState):
     """The outputs of one admitted request: `async for output in stream`.
 
     Each item is the same RequestOutput object, with what has been added to it. If the reader is slow, several updates
@@ -28,18 +32,17 @@ class RequestStream:
     Instead of iterating, a reader may `listen`. That wakes no task, so it costs less.
     """
 
-    __slots__ = ("_abort", "_ended", "_state", "_updated", "_waiter", "output", "replayed")
+    __slots__ = ("_abort", "_ended", "_updated", "_waiter", "on_change", "replayed")
 
-    def __init__(self, state: RequestState, abort: Callable[[str], None]) -> None:
-        self.output = state.output
-        self._state = state
+    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, abort: Callable[[str], None]) -> None:
+        super().__init__(request, tokenizer)
         self._abort = abort
         self._updated = False
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
-        state.on_change = self._wake_reader
-        resumes, params = state.request.so_far is not None, state.request.params
-        self.replayed = copy_reported(self.output, params) if resumes else None
+        self.on_change: Callable[[], None] = self._wake_reader
+        """What the owner calls when the output has changed."""
+        self.replayed = None if request.so_far is None else copy_reported(self.output, request.params)
         """The output that was reported elsewhere; None: the request has begun here."""
 
     def __aiter__(self) -> RequestStream:
@@ -66,14 +69,14 @@ class RequestStream:
         It runs on the event loop and must not raise.
         """
         if on_update is not None:
-            self._state.on_change = on_update
+            self.on_change = on_update
             if self._updated:
                 self._updated = False
                 on_update()
         elif self.output.finished:
-            self._state.forget_reader()
+            self.forget_reader()
         else:
-            self._state.on_change = self._wake_reader
+            self.on_change = self._wake_reader
 
     async def aclose(self) -> None:
         """Abort the request if it has not finished. The stream then has no more items."""
@@ -83,21 +86,20 @@ class RequestStream:
 
     def metrics(self) -> RequestMetrics:
         """Where the time has gone so far."""
-        return self.output.metrics or self._state.metrics()
+        return self.output.metrics or super().metrics()
 
-    @property
-    def wants_receipt(self) -> bool:
-        """Whether each choice gets a receipt."""
-        return self._state.request.contract is not None
-
-    def origin(self) -> PromptSoFar:
-        """See `PreparedRequest.origin`."""
-        return self._state.request.origin()
+    def forget_reader(self) -> None:
+        """Call nobody any more: the reader knows of the last change."""
+        self.on_change = _ignore_change
 
     def _wake_reader(self) -> None:
         self._updated = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _ignore_change() -> None:
+    pass
 
 
 def watch_finish(streams: Sequence[RequestStream]) -> Callable[[], bool]:
@@ -114,59 +116,107 @@ def watch_finish(streams: Sequence[RequestStream]) -> Callable[[], bool]:
 
 
 class Streams:
-    """The requests that run on the replicas, each with its stream. All methods belong on one event loop."""
+    """The requests that run on the replicas, each with its stream. One thread calls all methods."""
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None) -> None:
         self._replicas = replicas
         self._tokenizer = tokenizer
-        self._processor = OutputProcessor(tokenizer)
+        self._requests: dict[str, RequestStream] = {}
+        self._by_child: dict[str, tuple[RequestStream, ChoiceState]] = {}
 
     def __len__(self) -> int:
         """User requests that have not finished."""
-        return len(self._processor)
+        return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._processor
+        return request_id in self._requests
 
-    def open(self, request: PreparedRequest) -> RequestStream:
-        """Run a request.
+    def open(self, request: PreparedRequest, *, bounded: bool = True) -> RequestStream:
+        """Run a request; `bounded`: see `Replicas.add_requests`.
 
         Raises:
             QueueFull, EngineRecovering, EngineDead: see `Replicas.add_requests`.
             ValueError: its output so far has come to its end.
         """
-        state = RequestState(request, self._tokenizer)
-        stream = RequestStream(state, self.abort)
-        if children := state.unfinished_children():
-            self._replicas.add_requests(children)
-            self._processor.track(state)
+        stream = RequestStream(request, self._tokenizer, self.abort)
+        if children := stream.unfinished_children():
+            self._requests[request.request_id] = stream
+            for child, choice in zip(request.children, stream.choices, strict=True):
+                self._by_child[child.request_id] = stream, choice
+            try:
+                self._replicas.add_requests(children, bounded=bounded)
+            except BaseException:
+                self.abort(request.request_id)
+                raise
         else:
-            state.finish()
+            stream.finish()
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
-        aborted = self._processor.abort_request(request_id)
-        if aborted is not None:
-            state, children = aborted
-            self._replicas.abort_requests(children)
-            state.on_change()
-            state.forget_reader()
+        stream = self._requests.get(request_id)
+        if stream is None:
+            return
+        children = [child.request_id for child in stream.unfinished_children()]
+        for choice in stream.choices:
+            choice.abort()
+        self._finish(stream)
+        self._replicas.abort_requests(children)
+        stream.on_change()
+        stream.forget_reader()
 
     def abort_all(self) -> None:
         """End all requests."""
-        for request_id in self._processor.request_ids():
+        for request_id in list(self._requests):
             self.abort(request_id)
 
-    def add_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Add engine outputs to their streams, and tell the readers."""
-        done = self._processor.process_outputs(outputs)
-        if done.aborts:
-            self._replicas.abort_requests(done.aborts)
-        for state in done.updated:
-            state.on_change()
-        for state in done.ended:
-            state.forget_reader()
+    def add_outputs(self, outputs: Iterable[SequenceOutput]) -> list[RequestStream]:
+        """Add engine outputs to their streams, and tell the readers. Those of unknown requests are ignored.
+
+        Returns the requests that have changed, each once, in the order of the outputs.
+        """
+        updated: dict[RequestStream, None] = {}
+        aborts: list[str] = []
+        now = time.monotonic()
+        for step in outputs:
+            child = self._by_child.get(step.request_id)
+            if child is None:
+                continue
+            stream, choice = child
+            output = choice.output
+            if output.finish_reason is not None:
+                continue
+            try:
+                stopped = choice.add_output(step, now)
+            except Exception as error:  # it is this request's only; the others must go on
+                _log.exception("request %s: its output cannot be turned into text", stream.request.request_id)
+                choice.fail(f"the output cannot be turned into text: {type(error).__name__}: {error}")
+                stopped = step.finish_reason is None
+            if stopped:
+                aborts.append(step.request_id)
+            if step.embedding:
+                output.embedding = step.embedding
+            if step.prompt_logprobs is not None:
+                stream.output.prompt_token_logprobs = step.prompt_logprobs
+            cached = step.num_cached_tokens
+            if cached and cached > stream.output.num_cached_tokens and not stream.is_counted:
+                stream.output.num_cached_tokens = cached
+            updated[stream] = None
+            if output.finish_reason is not None and not stream.unfinished_children():
+                self._finish(stream)
+        if aborts:
+            self._replicas.abort_requests(aborts)
+        for stream in updated:
+            stream.on_change()
+            if stream.output.finished:
+                stream.forget_reader()
+        return list(updated)
+
+    def _finish(self, stream: RequestStream) -> None:
+        stream.finish()
+        self._requests.pop(stream.request.request_id, None)
+        for child in stream.request.children:
+            self._by_child.pop(child.request_id, None)
 
 
 class Inbox:

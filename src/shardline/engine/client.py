@@ -55,8 +55,7 @@ class EngineClient:
         self._replica = replica
         self._channel: Channel[EngineMessage] = Channel(started.sock, EngineMessage)  # type: ignore[arg-type]
         self._on_message = on_message
-        self._first: queue.SimpleQueue[EngineReady | EngineFailed] = queue.SimpleQueue()
-        self._answer: EngineReady | EngineFailed | None = None
+        self._first: Future[EngineReady | EngineFailed] = Future()
         self._closing = False
         self._watch = EngineWatch(
             deployment, replica, started.child, lambda: self.control(Probe()), self._channel.shutdown
@@ -77,14 +76,13 @@ class EngineClient:
             RuntimeError: the engine failed or ended.
             TimeoutError: it was not ready in time.
         """
-        if self._answer is None:
-            try:
-                self._answer = self._first.get(timeout=timeout)
-            except queue.Empty:
-                raise TimeoutError(f"engine {self._replica} was not ready within {timeout:g} s") from None
-        if isinstance(self._answer, EngineReady):
-            return self._answer
-        raise (ValueError if self._answer.user_error else RuntimeError)(self._answer.message)
+        try:
+            answer = self._first.result(timeout)
+        except TimeoutError:
+            raise TimeoutError(f"engine {self._replica} was not ready within {timeout:g} s") from None
+        if isinstance(answer, EngineReady):
+            return answer
+        raise (ValueError if answer.user_error else RuntimeError)(answer.message)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Hand requests to the engine. If it has ended, `on_message` says so.
@@ -168,7 +166,7 @@ class EngineClient:
             if isinstance(message, EngineReady):
                 ready = True
                 self._watch.is_ready.set()
-                self._first.put(message)
+                self._first.set_result(message)
             elif isinstance(message, EngineOutputs):
                 self._on_message(message)
             elif isinstance(message, ControlDone):
@@ -177,7 +175,7 @@ class EngineClient:
                 self._watch.is_over.set()
                 self._end_controls()
                 if not ready:
-                    self._first.put(message)
+                    self._first.set_result(message)
                 elif not self._closing:
                     self._on_message(message)
                 return

@@ -29,21 +29,18 @@ HOLD_SECONDS = 0.05
 
 
 class Outbox:
-    """The outputs that have not been sent, one per choice."""
+    """The outputs that have not been sent, one per request. All keys are ids of requests."""
 
     def __init__(self) -> None:
-        self._patient: set[tuple[str, int]] = set()
-        """Choices whose tokens are read only at their end."""
-        self._begun: set[tuple[str, int]] = set()
-        """Those of them whose first output has been put; it is sent at once, since it gives the time to first token."""
-        self._held: dict[tuple[str, int], SequenceOutput] = {}
+        self._patient: dict[str, bool] = {}
+        """Those whose tokens are read only at their end, and whether their first output has been put: it is sent at
+        once, since it gives the time to first token."""
+        self._held: dict[str, SequenceOutput] = {}
         self._held_since = 0.0
 
     def expect_requests(self, requests: Iterable[Request]) -> None:
         """Note requests whose outputs will be put."""
-        for request in requests:
-            if not request.streamed:
-                self._patient.add((request.request_id, request.choice))
+        self._patient |= {request.request_id: False for request in requests if not request.streamed}
 
     def put_outputs(self, outputs: Sequence[SequenceOutput], now: float) -> bool:
         """Add a step's outputs; `now` is in seconds. Returns whether it is time to call `take_outputs`."""
@@ -51,16 +48,15 @@ class Outbox:
             self._held_since = now
         urgent = False
         for output in outputs:
-            key = (output.request_id, output.choice)
+            key = output.request_id
             held = self._held.get(key)
             self._held[key] = output if held is None else _joined(held, output)
             if output.finish_reason is not None:
-                self._patient.discard(key)
-                self._begun.discard(key)
-            if key not in self._begun:
+                self._patient.pop(key, None)
+            if not self._patient.get(key):
                 urgent = True
                 if key in self._patient:
-                    self._begun.add(key)
+                    self._patient[key] = True
         return urgent or (bool(self._held) and now - self._held_since >= HOLD_SECONDS)
 
     def take_outputs(self) -> list[SequenceOutput]:
@@ -71,7 +67,7 @@ class Outbox:
 
 
 def _joined(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
-    """Two outputs of a choice as one."""
+    """Two outputs of a request as one."""
     return msgspec.structs.replace(
         second,
         token_ids=first.token_ids + second.token_ids,

@@ -96,7 +96,6 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step produced for one Request: the engine's message to the front."""
 
     request_id: str
-    choice: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     digests: list[str] | None = None

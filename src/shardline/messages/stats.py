@@ -119,8 +119,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     step_tokens: list[int] = []
     """How many steps had so many tokens, by STEP_TOKEN_BOUNDS; empty: none has run. As in vLLM, these are the tokens
     that a step samples, and a prompt's with its first one; steps without any are not counted."""
-    num_step_tokens: int = 0
-    """The tokens of these steps."""
     ranks: list[RankTimes] = []
     """Those of the engine's ranks. While the engine is busy, these are about a second old."""
     in_lockstep: list[EngineStats] = []

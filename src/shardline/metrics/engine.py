@@ -250,7 +250,8 @@ def _step_tokens(replicas: Sequence[tuple[tuple[str, str], EngineStats]]) -> Met
     for labels, stats in replicas:
         counts = itertools.accumulate(stats.step_tokens or [0] * (len(STEP_TOKEN_BOUNDS) + 1))
         bounds = [*(repr(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]
-        family.add_metric(labels, list(zip(bounds, map(float, counts), strict=True)), stats.num_step_tokens)
+        total = stats.prompt_tokens + stats.generation_tokens
+        family.add_metric(labels, list(zip(bounds, map(float, counts), strict=True)), total)
     return family
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from shardline.sandbox.blocking import (
     NICE,
@@ -33,13 +30,14 @@ _SHORT_SECONDS = 0.05
 class Pool:
     """Runs jobs in the workers of a sandbox; a worker that ends costs its own job and is replaced.
 
-    `run` is for one event loop at a time, `run_blocking` for any thread.
+    `run` is for one event loop, `run_blocking` for any thread.
     """
 
     def __init__(self, sandbox: Sandbox, setup: Setup | None = None) -> None:
         self._sandbox = sandbox
         self._setup = setup
-        self._turns = _Turns()
+        # Jobs begin in order: each has a turn of all jobs before it waits for one of the short ones.
+        self._turns, self._short_turns = asyncio.Semaphore(_MOST_WORKERS), asyncio.Semaphore(_NUM_WORKERS)
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
         self._finalizer = weakref.finalize(self, _close_workers, self._idle, self._busy)
@@ -82,28 +80,32 @@ class Pool:
         self._finalizer()
 
     async def _run_once(self, body: bytes, seconds: float, is_retry: bool = False) -> bytes:
-        turn = await self._turns.begin()
-        worker: Worker | None = None
-        timer: asyncio.TimerHandle | None = None
-        keep = False
-        loop = asyncio.get_running_loop()
-        try:
-            worker = (None if is_retry else self._take_idle()) or await self._fork()
-            self._busy.add(worker)
-            timer = loop.call_later(_SHORT_SECONDS, self._note_long, turn, worker)
-            answer = await _exchange(worker, body, seconds)
-            keep = not turn.is_long
-            return answer
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._turns.end(turn)
-            if worker is not None:
-                self._put_back(worker, keep)
+        async with self._turns:
+            await self._short_turns.acquire()
+            is_short, keep = True, False
+            worker: Worker | None = None
+            timer: asyncio.TimerHandle | None = None
 
-    def _note_long(self, turn: _Turn, worker: Worker) -> None:
-        worker.yield_processor()
-        self._turns.note_long(turn)
+            def note_long(worker: Worker) -> None:
+                nonlocal is_short
+                is_short = False
+                worker.yield_processor()
+                self._short_turns.release()
+
+            try:
+                worker = (None if is_retry else self._take_idle()) or await self._fork()
+                self._busy.add(worker)
+                timer = asyncio.get_running_loop().call_later(_SHORT_SECONDS, note_long, worker)
+                answer = await _exchange(worker, body, seconds)
+                keep = is_short
+                return answer
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                if is_short:
+                    self._short_turns.release()
+                if worker is not None:
+                    self._put_back(worker, keep)
 
     def _run_once_blocking(self, body: bytes, seconds: float, is_retry: bool = False) -> bytes:
         worker = (None if is_retry else self._take_idle()) or fork_blocking(self._sandbox, self._setup)
@@ -162,113 +164,39 @@ def _close_workers(idle: list[Worker], busy: set[Worker]) -> None:
         worker.kill()  # whoever waits for it closes it
 
 
-@dataclass(eq=False)
-class _Turn:
-    """One job's right to run."""
-
-    is_long: bool = False
-
-
-class _Turns:
-    """Which jobs may run: they begin in order, a few short ones at once, and long ones beside them."""
-
-    def __init__(self) -> None:
-        self._num_short = self._num_long = 0
-        self._waiting: deque[asyncio.Future[_Turn]] = deque()
-
-    async def begin(self) -> _Turn:
-        """Wait for a turn."""
-        if not self._waiting and self._has_room:
-            self._num_short += 1
-            return _Turn()
-        waiting: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled():
-                self.end(waiting.result())
-            raise
-
-    def note_long(self, turn: _Turn) -> None:
-        """The job of this turn takes long: another one may begin."""
-        turn.is_long = True
-        self._num_short -= 1
-        self._num_long += 1
-        self._let_begin()
-
-    def end(self, turn: _Turn) -> None:
-        """The job of this turn has ended."""
-        if turn.is_long:
-            self._num_long -= 1
-        else:
-            self._num_short -= 1
-        self._let_begin()
-
-    @property
-    def _has_room(self) -> bool:
-        return self._num_short < _NUM_WORKERS and self._num_short + self._num_long < _MOST_WORKERS
-
-    def _let_begin(self) -> None:
-        while self._waiting and self._has_room:
-            waiting = self._waiting.popleft()
-            if not waiting.done():
-                self._num_short += 1
-                waiting.set_result(_Turn())
-
-
 async def _begin(worker: Worker) -> bool:
     """Wait until a new worker has begun. False: its nursery has ended or is stuck."""
-    deadline = asyncio.get_running_loop().time() + START_SECONDS
-    with contextlib.suppress(WorkerEnded):
-        while worker.pid == 0 and await _wait_readable(worker.fileno(), deadline):
-            worker.take_answers(0.0)
+    with contextlib.suppress(WorkerEnded, TimeoutError):
+        async with asyncio.timeout(START_SECONDS):
+            while worker.pid == 0:
+                await _wait_readable(worker.fileno())
+                worker.take_answers(0.0)
     return worker.pid != 0
 
 
 async def _exchange(worker: Worker, body: bytes, seconds: float) -> bytes:
     """The answer of an idle worker to a job; see `Pool.run`."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + WALL_FACTOR * seconds
-    unsent = memoryview(REQUEST.pack(seconds, len(body)) + body)
-    with contextlib.suppress(ConnectionError):  # the worker has ended: `take_answers` says why
-        while unsent:
-            try:
-                unsent = unsent[worker.sock.send(unsent) :]
-            except BlockingIOError:
-                if not await _wait(loop.add_writer, loop.remove_writer, worker.fileno(), deadline):
-                    raise WorkerEnded(Limit.DEADLINE) from None
-    while await _wait_readable(worker.fileno(), deadline):
-        if worker.has_ended:
-            await _wait_readable(worker.status_fd, loop.time() + STATUS_SECONDS)
-        if answers := worker.take_answers(0.0):
-            return answers[0]
-    raise WorkerEnded(Limit.DEADLINE)
-
-
-async def _wait_readable(fd: int, deadline: float) -> bool:
-    loop = asyncio.get_running_loop()
-    return await _wait(loop.add_reader, loop.remove_reader, fd, deadline)
-
-
-async def _wait(
-    add: Callable[[int, Callable[[asyncio.Future[bool], bool], None], asyncio.Future[bool], bool], object],
-    remove: Callable[[int], object],
-    fd: int,
-    deadline: float,
-) -> bool:
-    """Wait until `fd` is ready. False: it was not before the deadline, in the loop's time."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[bool] = loop.create_future()
-    add(fd, _set_result, ready, True)
-    timer = loop.call_at(deadline, _set_result, ready, False)
     try:
-        return await ready
+        async with asyncio.timeout(WALL_FACTOR * seconds):
+            with contextlib.suppress(ConnectionError):  # the worker has ended: `take_answers` says why
+                job = REQUEST.pack(seconds, len(body)) + body
+                await asyncio.get_running_loop().sock_sendall(worker.sock, job)
+            while True:
+                await _wait_readable(worker.fileno())
+                if worker.has_ended:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(STATUS_SECONDS):
+                            await _wait_readable(worker.status_fd)
+                if answers := worker.take_answers(0.0):
+                    return answers[0]
+    except TimeoutError:
+        raise WorkerEnded(Limit.DEADLINE) from None
+
+
+async def _wait_readable(fd: int) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
     finally:
-        timer.cancel()
-        remove(fd)
-
-
-def _set_result(future: asyncio.Future[bool], value: bool) -> None:
-    if not future.done():
-        future.set_result(value)
+        loop.remove_reader(fd)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardline.config.server import ServerConfig
-from shardline.text.chat_template import ChatTemplate, read_template
+from shardline.text.chat_template import ChatTemplate
+from shardline.text.model_files import read_template
 from shardline.text.reasoning_parsers import find_reasoning_parser, guess_reasoning_parser
 from shardline.text.reasoning_parsers.base import ReasoningParser
 from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser

@@ -120,7 +120,7 @@ def add_marks(events: Events, streams: Sequence[RequestStream], resume: Resume) 
                 marked[index][choice.index] = len(choice.token_ids), choice.finished()
         body = b""
     else:
-        resume.prompts = [stream.origin() for stream in streams]
+        resume.prompts = [stream.request.origin() for stream in streams]
         body = make_mark(resume) + body + (make_mark([]) if body else b"")
     while (update := (yield body)) is not None:
         body = events.send(update)
@@ -129,7 +129,7 @@ def add_marks(events: Events, streams: Sequence[RequestStream], resume: Resume) 
         prompt, output = update
         changed: list[tuple[int, list[int], bool]] = []
         digests: list[list[str]] = []
-        wants_receipt = streams[prompt].wants_receipt
+        wants_receipt = streams[prompt].request.contract is not None
         for choice in output.outputs:
             state = len(choice.token_ids), choice.finished()
             before = marked[prompt].get(choice.index, (0, False))

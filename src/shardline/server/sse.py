@@ -69,44 +69,6 @@ def _error_event(error: ApiError) -> bytes:
     return make_event(error.body)
 
 
-class _Comments:
-    """Sends a comment when a stream has been silent for a while.
-
-    Args:
-        num_bodies: how often the stream has sent something so far.
-    """
-
-    def __init__(self, send: Send, num_bodies: Callable[[], int]) -> None:
-        self._send = send
-        self._num_bodies = num_bodies
-        self._num_seen = 0
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(COMMENT_SECONDS, self._look)
-        self._sending: asyncio.Task[None] | None = None
-
-    def probe_client(self) -> None:
-        """Send a comment now: a client that has left will refuse it."""
-        if self._sending is None or self._sending.done():
-            self._sending = self._loop.create_task(self._send_comment())
-
-    async def stop(self) -> None:
-        """Send no more comments."""
-        self._timer.cancel()
-        if self._sending is not None:
-            self._sending.cancel()  # a client that does not read would hold it for ever
-            await asyncio.gather(self._sending, return_exceptions=True)
-
-    def _look(self) -> None:
-        num_bodies = self._num_bodies()
-        if num_bodies == self._num_seen:
-            self.probe_client()
-        self._num_seen = num_bodies
-        self._timer = self._loop.call_later(COMMENT_SECONDS, self._look)
-
-    async def _send_comment(self) -> None:
-        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
-
-
 class _Follower:
     """Sends the events of one answer as it grows.
 
@@ -115,8 +77,8 @@ class _Follower:
     """
 
     __slots__ = (
-        "_busy", "_error", "_events", "_generation", "_send", "_unsent", "_waiting", "_woken", "_write_now",
-        "num_bodies",
+        "_busy", "_error", "_events", "_generation", "_is_silent", "_send", "_timer", "_unsent", "_waiting", "_woken",
+        "_write_now",
     )  # fmt: skip
 
     def __init__(
@@ -134,8 +96,9 @@ class _Follower:
         self._waiting: dict[int, RequestOutput] = {}
         """Updates that came while the task was busy."""
         self._error: Exception | None = None
-        self.num_bodies = 0
-        """How often the stream has sent something."""
+        self._is_silent = False
+        """Whether there was no event since `_look` was last called."""
+        self._timer = asyncio.get_running_loop().call_later(COMMENT_SECONDS, self._look)
 
     async def run(self) -> None:
         """Send all events.
@@ -143,10 +106,10 @@ class _Follower:
         Raises:
             ApiError: the answer failed.
         """
-        await self._send_body(next(self._events))
         generation = self._generation
-        generation.listen(self._on_update)
         try:
+            await self._send_body(next(self._events))
+            generation.listen(self._on_update)
             while self._error is None and (self._unsent or self._waiting or not generation.finished):
                 await self._woken.wait()
                 if self._error is None:
@@ -155,6 +118,7 @@ class _Follower:
                     self._busy = False
         finally:
             generation.listen(None)
+            self._timer.cancel()
         if self._error is not None:
             raise self._error
         await self._send_body(self._events.send(None))
@@ -172,12 +136,25 @@ class _Follower:
             self._wake()
             return
         if body:
-            self.num_bodies += 1
+            self._is_silent = False
             if not self._write_now(body):
                 self._unsent = body
                 self._wake()
         if output.finished:
             self._wake()
+
+    def probe_client(self) -> None:
+        """Send a comment now: a client that has left will refuse it."""
+        if not (self._busy or self._write_now(COMMENT)):
+            self._unsent = COMMENT
+            self._wake()
+
+    def _look(self) -> None:
+        """Send a comment if the stream has been silent for a while, and look again after as long."""
+        if self._is_silent:
+            self.probe_client()
+        self._is_silent = True
+        self._timer = asyncio.get_running_loop().call_later(COMMENT_SECONDS, self._look)
 
     def _wake(self) -> None:
         self._busy = True
@@ -190,12 +167,12 @@ class _Follower:
             await self._send_body(body)
             waiting, self._waiting = self._waiting, {}
             for index, output in waiting.items():
+                self._is_silent = False
                 self._generation.observe(index, output)
                 self._unsent += self._events.send((index, output))
 
     async def _send_body(self, body: bytes) -> None:
         if body:
-            self.num_bodies += 1
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
@@ -235,8 +212,7 @@ class EventStream(Response):
             self._generation.check()  # until the status line has been sent, a failure has a status of its own
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             follower = _Follower(self._events, self._generation, send, scope.get(WRITE_NOW, _take_nothing))
-            comments = _Comments(send, lambda: follower.num_bodies)
-            scope[PROBE_CLIENT] = comments.probe_client
+            scope[PROBE_CLIENT] = follower.probe_client
             try:
                 await follower.run()
             except ApiError as error:
@@ -249,7 +225,6 @@ class EventStream(Response):
             finally:
                 del scope[PROBE_CLIENT]
                 self._events.close()
-                await comments.stop()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

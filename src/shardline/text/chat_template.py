@@ -129,18 +129,6 @@ def _read_answer(answer: bytes) -> str:
     return text
 
 
-def read_template(source: str) -> str:
-    """The text of a template that is given as a file, or as itself.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    try:
-        return source if "{" in source else Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {source!r} ({error}); give a file, or the template itself") from error
-
-
 class PromptTooLong(ValueError):
     """A rendered prompt certainly has more tokens than are encoded."""
 

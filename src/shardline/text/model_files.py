@@ -1,5 +1,5 @@
 """What the files of a model say about text: its tokenizer, in Hugging Face format or in a GGUF file, and its chat
-templates.
+templates, or a template in their place.
 """
 
 from __future__ import annotations
@@ -120,3 +120,15 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     if (folder / "chat_template.jinja").is_file():
         sources["default"] = read_text(folder / "chat_template.jinja")
     return sources
+
+
+def read_template(source: str) -> str:
+    """The text of a template that is given as a file, or as itself.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        return source if "{" in source else Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {source!r} ({error}); give a file, or the template itself") from error

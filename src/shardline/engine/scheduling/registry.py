@@ -34,11 +34,14 @@ class RequestRegistry:
         self.totals = Totals()
         self._kv = kv
         self._max_model_len = max_model_len
-        self._by_id: dict[str, list[LiveSequence]] = {}
-        self.num_live = 0
-        """Sequences that have not had their last output."""
+        self._by_id: dict[str, LiveSequence] = {}
         self._num_added = 0
         self._outputs: list[SequenceOutput] = []
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not had their last output."""
+        return len(self._by_id)
 
     @property
     def has_outputs(self) -> bool:
@@ -52,17 +55,13 @@ class RequestRegistry:
         limit = self._max_model_len if most is None else min(len(prompt) + most, self._max_model_len)
         error = self._refusal(len(prompt), limit)
         if error:
-            self._outputs.append(
-                SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=error)
-            )
+            self._outputs.append(SequenceOutput(request.request_id, [], finish_reason="error", error=error))
             return None
-        siblings = self._by_id.setdefault(request.request_id, [])
-        assert all(other.request.choice != request.choice for other in siblings), "a request was added twice"
+        assert request.request_id not in self._by_id, "a request was added twice"
         order = (request.priority, request.arrival_time, self._num_added)
         self._num_added += 1
         sequence = LiveSequence(request, limit, order, prompt + request.output_token_ids, self._kv.new_state())
-        siblings.append(sequence)
-        self.num_live += 1
+        self._by_id[request.request_id] = sequence
         return sequence
 
     def _refusal(self, num_prompt_tokens: int, limit: int) -> str:
@@ -85,7 +84,7 @@ class RequestRegistry:
 
     def find_sequences(self, request_ids: Iterable[str]) -> list[LiveSequence]:
         """The live sequences of these requests."""
-        return [sequence for request_id in request_ids for sequence in self._by_id.get(request_id, ())]
+        return [self._by_id[request_id] for request_id in request_ids if request_id in self._by_id]
 
     def count_start(self, sequence: LiveSequence, num_cached_tokens: int) -> None:
         """Count the tokens that a sequence found in the prefix cache at its first start."""
@@ -107,10 +106,9 @@ class RequestRegistry:
             reason = "stop"
         self.totals.generation_tokens += count
         if reason is not None:
-            self._forget(sequence)
+            del self._by_id[sequence.request.request_id]
         return SequenceOutput(
             sequence.request.request_id,
-            sequence.request.choice,
             result.token_ids[:count],
             result.logprobs and result.logprobs[:count],
             result.digests and result.digests[:count],
@@ -145,10 +143,9 @@ class RequestRegistry:
         embedding: bytes = b"",
     ) -> SequenceOutput:
         """End a live sequence; returns its last output, which has no token. See `SequenceOutput.refused`."""
-        self._forget(sequence)
+        del self._by_id[sequence.request.request_id]
         return SequenceOutput(
             sequence.request.request_id,
-            sequence.request.choice,
             [],
             finish_reason=reason,
             num_cached_tokens=sequence.num_cached_tokens or 0,
@@ -156,10 +153,3 @@ class RequestRegistry:
             embedding=embedding,
             refused=refused,
         )
-
-    def _forget(self, sequence: LiveSequence) -> None:
-        siblings = self._by_id[sequence.request.request_id]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._by_id[sequence.request.request_id]
-        self.num_live -= 1

@@ -117,7 +117,6 @@ class Scheduler:
         self._updated = 0.0
         """When the last result came."""
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
-        self._num_step_tokens = 0
         self.preemptions = PreemptionLog(warns=warns)
         self._max_prefill_tokens = limits.max_prefill_tokens
         self._least_share = limits.least_prefill_share
@@ -179,7 +178,6 @@ class Scheduler:
             step_seconds=totals.step_seconds,
             drafts=None if self.drafting is None else self.drafting.stats(),
             step_tokens=list(self._step_tokens),
-            num_step_tokens=self._num_step_tokens,
         )
 
     @property
@@ -235,7 +233,6 @@ class Scheduler:
         num_tokens = self.registry.totals.tokens - tokens_before
         if num_tokens:
             self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
-            self._num_step_tokens += num_tokens
         return outputs
 
     def _launch(self) -> StepPlan:

@@ -210,14 +210,6 @@ class LiveSequence:
         """Whether its expected tokens can be drafts at once. A grammar must allow them before, see `foreseen`."""
         return not self.has_grammar
 
-    def expected_next(self, most: int, later: int = 0) -> list[int]:
-        """Up to `most` tokens that the request expects after its output, and after `later` tokens of a result that it
-        has not got yet; at least one that it may still get is left for the step to sample."""
-        if not later and (self.num_pending or not self.may_expect):
-            return []
-        first, room = self.num_output_tokens + later, self.limit - len(self.tokens) - later - 1
-        return self.request.expected_token_ids[first : first + max(0, min(most, room))]
-
     def begin_run(self, seq_id: int, num_cached_tokens: int) -> None:
         """Note that workers get all tokens known now, and that the first `num_cached_tokens` need no computation."""
         self.seq_id = seq_id

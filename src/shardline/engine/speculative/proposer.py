@@ -114,7 +114,7 @@ class Drafting:
         if sequence.allowed:
             return sequence.foreseen[: max(0, limit)]
         if sequence.expects:
-            return sequence.expected_next(limit)
+            return _expected_next(sequence, limit)
         return [] if self._proposer is None else self._proposer.propose(sequence, limit)
 
     def count_guesses(self, sequence: LiveSequence, limit: int) -> int:
@@ -134,7 +134,7 @@ class Drafting:
         """Up to `most` guesses of what follows the tokens of a result that is there, of a sequence with a grammar. A
         later plan has them as its draft if `SequenceQueues.give_mask` is told that the grammar allows them."""
         if sequence.expects:
-            return sequence.expected_next(most, len(result.token_ids))
+            return _expected_next(sequence, most, len(result.token_ids))
         proposer = self._proposer
         return [] if proposer is None else proposer.propose(sequence, most, result.token_ids, result.guesses)
 
@@ -159,3 +159,12 @@ class Drafting:
     def stats(self) -> DraftStats | None:
         """Counters of the proposer since the engine's start; None: there is none."""
         return None if self._proposer is None else self._proposer.stats()
+
+
+def _expected_next(sequence: LiveSequence, most: int, later: int = 0) -> list[int]:
+    """Up to `most` tokens that a request expects after its output, and after `later` tokens of a result that its
+    sequence has not got yet; at least one that it may still get is left for the step to sample."""
+    if not later and (sequence.num_pending or not sequence.may_expect):
+        return []
+    first, room = sequence.num_output_tokens + later, sequence.limit - len(sequence.tokens) - later - 1
+    return sequence.request.expected_token_ids[first : first + max(0, min(most, room))]

@@ -10,12 +10,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shardline.api.errors import RequestDiffers
 from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.api.resume import PromptSoFar
 from shardline.api.streams import RequestStream, watch_finish
-from shardline.messages.request import FinishReason, TokenLogprobs
-from shardline.receipts.receipt import Receipt
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import answer_failed, bad_request, engine_dead
 from shardline.server.observer import ObservedRequest
@@ -200,20 +200,6 @@ class Generation:
                 raise answer_failed(choice.error) if all(self._llm.replicas_alive()) else engine_dead(choice.error)
 
 
-@dataclass
-class Delta:
-    """What has been added to one choice since the last delta."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    digests: list[str] | None
-    receipt: Receipt | None
-    """There once the choice has ended, if the request asked for it."""
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-
-
 class SentChoice:
     """How much of one choice has been sent."""
 
@@ -232,7 +218,7 @@ class SentChoice:
             self.num_tokens = len(output.token_ids)
         return text
 
-    def take_delta(self, output: CompletionOutput, *, tokens_matter: bool) -> Delta | None:
+    def take_delta(self, output: CompletionOutput, *, tokens_matter: bool) -> CompletionOutput | None:
         """What is new in `output`; it counts as sent from now on. None: nothing is new.
 
         Tokens without text, such as half a character, are new only if `tokens_matter`.
@@ -247,12 +233,10 @@ class SentChoice:
         self.num_chars += len(text)
         self.num_tokens = len(output.token_ids)
         self.finished = output.finish_reason is not None
-        return Delta(
-            text,
-            output.token_ids[first:],
-            None if output.token_logprobs is None else output.token_logprobs[first : self.num_tokens],
-            None if output.digests is None else output.digests[first : self.num_tokens],
-            output.receipt,
-            output.finish_reason,
-            output.stop_reason,
+        return msgspec.structs.replace(
+            output,
+            text=text,
+            token_ids=output.token_ids[first:],
+            token_logprobs=output.token_logprobs and output.token_logprobs[first:],
+            digests=output.digests and output.digests[first:],
         )

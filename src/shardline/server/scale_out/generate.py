@@ -205,9 +205,9 @@ class GenerateWriter:
             return None
         as_text = self.body.output_mode == "text"
         logprobs: GeneratedLogprobs | ChatLogprobs | None = None
-        if delta.logprobs is not None:
+        if delta.token_logprobs is not None:
             write = chat_logprobs if as_text else _generated_logprobs
-            logprobs = write(self._pieces, delta.token_ids, delta.logprobs)
+            logprobs = write(self._pieces, delta.token_ids, delta.token_logprobs)
         return GenerateChoice(
             index=choice.index,
             token_ids=delta.token_ids,

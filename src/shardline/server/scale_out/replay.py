@@ -45,9 +45,7 @@ class TokenReader:
         stop_id = None
         if end is not None and reason == "stop" and ids and not isinstance(end.stop_reason, str):
             stop_id = ids[-1] if end.stop_reason is not None or ids[-1] in self._eos_ids else None
-        step = SequenceOutput(
-            "", place, ids, scores, finish_reason=cast("FinishReason | None", reason), stop_token_id=stop_id
-        )
+        step = SequenceOutput("", ids, scores, finish_reason=cast("FinishReason | None", reason), stop_token_id=stop_id)
         choice.add_output(step, 0.0)
         if end is not None and choice.output.finished():
             choice.output.stop_reason = end.stop_reason

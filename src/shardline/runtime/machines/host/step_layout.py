@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,17 +24,6 @@ _MAX_SHORT = 32
 """Tokens of a prompt that is replayed if it is alone in a step. Python takes longer than those of a small model."""
 
 
-class _StepMemory(NamedTuple):
-    """The tensors that every StepInput has."""
-
-    token_ids: Tensor
-    positions: Tensor
-    query_starts: Tensor
-    context_lens: Tensor
-    block_tables: tuple[Tensor, ...]
-    slots: tuple[Tensor, ...]
-
-
 class StepLayout:
     """Lays out the steps of one rank in host memory."""
 
@@ -49,8 +37,8 @@ class StepLayout:
         self._sharing: StepSharing | None = None
         if sizes.share is not None:
             self._sharing = StepSharing(sizes.share, sizes.num_kv_groups, self._max_seqs)
-        memory = self._allocate(self._max_seqs, self._max_seqs, sizes.max_blocks)
-        self._decode_step = lru_cache(_MAX_SHAPES)(partial(_decode_step, memory))
+        memory = self._allocate(self._max_seqs, self._max_seqs, sizes.max_blocks, ())
+        self._decode_step = lru_cache(_MAX_SHAPES)(partial(_decode_step, *memory))
 
     def make_step(self, rank_step: RankStep, sequences: Sequence[WorkerSequence], greedy: bool) -> StepInput:
         """The step of a plan; `sequences` has one sequence for each of the plan's entries."""
@@ -66,9 +54,10 @@ class StepLayout:
             step = self._decode_step(len(steps), count, *replicas, greedy, is_short)
         else:
             ends = map(int.__add__, starts, lengths)
-            memory = self._allocate(count, len(steps), -(-max(ends) // self._block_size))
-            rows = _whole_table(memory, rank_step.replica_tokens, rank_step.replica_samples)
-            step = StepInput(memory.token_ids, rows, greedy)
+            token_ids, rows = self._allocate(
+                count, len(steps), -(-max(ends) // self._block_size), rank_step.replica_tokens
+            )
+            step = StepInput(token_ids, _as_sampled(rows, rank_step.replica_samples), greedy)
         rows = step.rows
         _cpu.lay_out_tokens(starts, lengths, rows.positions, rows.query_starts, rows.context_lens)
         places = [sequence.row for sequence in sequences]
@@ -96,20 +85,25 @@ class StepLayout:
             narrowed = self._sharing.share_narrowed(narrowed, counts)
         return dataclasses.replace(step, rows=dataclasses.replace(rows, narrowed=narrowed))
 
-    def _allocate(self, num_tokens: int, num_seqs: int, num_blocks: int) -> _StepMemory:
+    def _allocate(
+        self, num_tokens: int, num_seqs: int, num_blocks: int, replicas: tuple[int, ...]
+    ) -> tuple[Tensor, Rows]:
+        """Memory for token ids, and a table of these tokens."""
         groups = range(self._num_kv_groups)
-        return _StepMemory(
-            token_ids=torch.empty(num_tokens, dtype=torch.int64),
+        rows = Rows(
             positions=torch.empty(num_tokens, dtype=torch.int64),
             query_starts=torch.empty(num_seqs + 1, dtype=torch.int32),
             context_lens=torch.empty(num_seqs, dtype=torch.int32),
             block_tables=tuple(torch.zeros(num_seqs, num_blocks, dtype=torch.int32) for _ in groups),
             slots=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in groups),
+            replicas=replicas,
         )
+        return torch.empty(num_tokens, dtype=torch.int64), rows
 
 
 def _decode_step(
-    memory: _StepMemory,
+    token_ids: Tensor,
+    table: Rows,
     num_seqs: int,
     num_tokens: int,
     replica_tokens: tuple[int, ...],
@@ -119,21 +113,21 @@ def _decode_step(
 ) -> StepInput:
     """A decode step in the memory that all decode steps share. Drafts have more than one token a sequence.
 
-    `samples_last`: it is a short prompt of one sequence, whose last row goes on.
+    `token_ids`, `table`: this memory. `samples_last`: it is a short prompt of one sequence, whose last row goes on.
     """
-    memory = _StepMemory(
-        token_ids=memory.token_ids[:num_tokens],
-        positions=memory.positions[:num_tokens],
-        query_starts=memory.query_starts[: num_seqs + 1],
-        context_lens=memory.context_lens[:num_seqs],
-        block_tables=tuple(tables[:num_seqs] for tables in memory.block_tables),
-        slots=tuple(slots[:num_tokens] for slots in memory.slots),
+    rows = Rows(
+        positions=table.positions[:num_tokens],
+        query_starts=table.query_starts[: num_seqs + 1],
+        context_lens=table.context_lens[:num_seqs],
+        block_tables=tuple(tables[:num_seqs] for tables in table.block_tables),
+        slots=tuple(slots[:num_tokens] for slots in table.slots),
+        replicas=replica_tokens,
     )
-    rows = _whole_table(memory, replica_tokens, replica_samples)
+    rows = _as_sampled(rows, replica_samples)
     if samples_last:
         narrowed = dataclasses.replace(
             rows,
-            positions=memory.positions[-1:],
+            positions=rows.positions[-1:],
             query_starts=torch.tensor([0, 1], dtype=torch.int32),
             slots=(),
             replicas=replica_samples,
@@ -142,13 +136,12 @@ def _decode_step(
             are_last=True,
         )
         rows = dataclasses.replace(rows, narrowed=narrowed)
-    return StepInput(memory.token_ids, rows, greedy, is_replayable=True)
+    return StepInput(token_ids[:num_tokens], rows, greedy, is_replayable=True)
 
 
-def _whole_table(memory: _StepMemory, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> Rows:
-    """The table of all tokens, as if all of them were sampled; perhaps not all tokens of other replicas are."""
-    rows = Rows(*memory[1:], replica_tokens)
-    if replica_samples == replica_tokens:
+def _as_sampled(rows: Rows, replica_samples: tuple[int, ...]) -> Rows:
+    """A table of all tokens, as if all of them were sampled; perhaps not all tokens of other replicas are."""
+    if replica_samples == rows.replicas:
         return rows
     return dataclasses.replace(rows, narrowed=dataclasses.replace(rows, replicas=replica_samples))
 

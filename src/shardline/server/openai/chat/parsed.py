@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from shardline.api.outputs import CompletionOutput
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.chat.shapes import AssistantMessage, ChatDelta, CustomCall, FunctionCall, ToolCall
-from shardline.server.openai.generation import Delta
 from shardline.text.tool_parsers.base import AnswerDelta, CallDelta
 
 
@@ -26,20 +26,20 @@ class ParsedChoice:
         """What a piece of text adds; None: nothing, or the parser holds it back."""
         return self._chat_delta(self._parser.add_text(text))
 
-    def split(self, delta: Delta, *, has_tokens: bool) -> list[ChatDelta]:
+    def split(self, delta: CompletionOutput, *, has_tokens: bool) -> list[ChatDelta]:
         """What a delta adds, and its end. `has_tokens`: the first part is there in any case, for its tokens."""
         parts = [self._chat_delta(answer) for answer in self._parser.read(delta.text, delta.finish_reason)]
         if has_tokens and parts[0] is None:
             parts[0] = ChatDelta(content="")
         return [part for part in parts if part is not None]
 
-    def finish_reason(self, delta: Delta) -> str | None:
+    def finish_reason(self, delta: CompletionOutput) -> str | None:
         """An answer that ends by itself and has a call ends because of it, unless the request named the function."""
         is_free = self._use is not None and not self._use.is_named
         has_calls = is_free and delta.finish_reason == "stop" and self._parser.has_calls
         return "tool_calls" if has_calls else delta.finish_reason
 
-    def read_whole(self, delta: Delta, role: str, echo: str) -> AssistantMessage:
+    def read_whole(self, delta: CompletionOutput, role: str, echo: str) -> AssistantMessage:
         """The message of a whole answer, whose content begins with `echo`."""
         answers = self._parser.read(delta.text, delta.finish_reason)
         content = "".join(answer.content for answer in answers)

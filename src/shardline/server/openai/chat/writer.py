@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from shardline.api.outputs import RequestOutput
+from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import TokenPieces, Usage, chat_logprobs, usage_of
 from shardline.server.openai.chat.parsed import ParsedChoice
 from shardline.server.openai.chat.request import ChatRequest
 from shardline.server.openai.chat.shapes import AssistantMessage, ChatChoice, ChatDelta, ChatResponse, whole_fields
-from shardline.server.openai.generation import Delta, Generation, SentChoice
+from shardline.server.openai.generation import Generation, SentChoice
 from shardline.server.request_metrics import answer_metrics
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event
@@ -65,7 +65,7 @@ class ChatEnvelope:
         if self._options.counts_always:
             usage = self._usage(outputs)
         fields: dict[str, Any] = {"prompt_text": self._prompt_text} if first and self._prompt_text is not None else {}
-        prompt_ids = self._prompt_ids(outputs[0]) if first else msgspec.UNSET
+        prompt_ids = outputs[0].prompt_token_ids if first and self._with_ids else msgspec.UNSET
         return make_event(self._encode("chat.completion.chunk", [choice], usage, prompt_ids, **fields))
 
     def encode_ending(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -74,9 +74,6 @@ class ChatEnvelope:
             return b""
         usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
         return make_event(self._encode("chat.completion.chunk", [], usage, finished=outputs))
-
-    def _prompt_ids(self, output: RequestOutput) -> list[int] | msgspec.UnsetType:
-        return output.prompt_token_ids if self._with_ids else msgspec.UNSET
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         if not self._counters:
@@ -237,12 +234,12 @@ class ChatWriter:
         event = self._envelope.encode_event(outputs, ChatChoice(index=index, delta=delta, token_ids=None))
         return event.split(b'"' + _MARK.encode() + b'"')
 
-    def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
+    def _split_delta(self, index: int, delta: CompletionOutput) -> list[ChatChoice]:
         """A chunk with the new content, and with the finish reason, if the choice ended."""
         parts = [self._make_choice(index, delta, delta=ChatDelta(content=delta.text))]
         return parts if delta.finish_reason is None else self._with_end(parts, delta, delta.finish_reason)
 
-    def _split_parsed(self, index: int, delta: Delta, parsed: ParsedChoice) -> list[ChatChoice]:
+    def _split_parsed(self, index: int, delta: CompletionOutput, parsed: ParsedChoice) -> list[ChatChoice]:
         """As `_split_delta`, of an answer that is parsed."""
         has_tokens = self._tokens_matter and bool(delta.token_ids)
         deltas = parsed.split(delta, has_tokens=has_tokens)
@@ -258,9 +255,9 @@ class ChatWriter:
         """A part of a chunk whose tokens another part has."""
         return ChatChoice(index=index, delta=delta, token_ids=[] if self._with_ids else None)
 
-    def _make_choice(self, index: int, new: Delta, **fields: Any) -> ChatChoice:
+    def _make_choice(self, index: int, new: CompletionOutput, **fields: Any) -> ChatChoice:
         """A choice with the new tokens and these other fields."""
-        scores = new.logprobs if self._with_logprobs else None
+        scores = new.token_logprobs if self._with_logprobs else None
         return ChatChoice(
             index=index,
             logprobs=None if scores is None else chat_logprobs(self._pieces, new.token_ids, scores),
@@ -269,11 +266,11 @@ class ChatWriter:
             **fields,
         )
 
-    def _with_end(self, parts: list[ChatChoice], delta: Delta, reason: str | None) -> list[ChatChoice]:
+    def _with_end(self, parts: list[ChatChoice], delta: CompletionOutput, reason: str | None) -> list[ChatChoice]:
         """The last chunks of a choice: the finish reason is in the last of them that has content, as in vLLM."""
         *before, last = parts
         return [*before, self._end_choice(last, delta, reason)]
 
-    def _end_choice(self, last: ChatChoice, delta: Delta, reason: str | None) -> ChatChoice:
+    def _end_choice(self, last: ChatChoice, delta: CompletionOutput, reason: str | None) -> ChatChoice:
         receipt = (self._with_receipt and delta.receipt) or msgspec.UNSET
         return msgspec.structs.replace(last, finish_reason=reason, stop_reason=delta.stop_reason, receipt=receipt)

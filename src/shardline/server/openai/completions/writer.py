@@ -14,7 +14,7 @@ from shardline.messages.request import TokenLogprobs
 from shardline.receipts.receipt import Receipt
 from shardline.server.openai.answer_parts import LOWEST_LOGPROB, TokenPiece, TokenPieces, Usage, usage_of
 from shardline.server.openai.completions.request import CompletionRequest
-from shardline.server.openai.generation import Delta, Generation, SentChoice
+from shardline.server.openai.generation import Generation, SentChoice
 from shardline.server.request_metrics import answer_metrics
 from shardline.server.service import Service
 from shardline.server.sse import Events, make_event
@@ -141,7 +141,7 @@ class CompletionWriter:
                 delta = SentChoice().take_delta(choice, tokens_matter=True)
                 assert delta is not None
                 if self._body.logprobs is None:
-                    delta.logprobs = None
+                    delta.token_logprobs = None
                 writer = self._logprobs_writer(prompt_index)
                 whole = self._write_choice(prompt_index, output, choice, delta, writer, first=True)
                 scores = None if self._body.prompt_logprobs is None else output.prompt_logprobs
@@ -192,14 +192,14 @@ class CompletionWriter:
         prompt_index: int,
         output: RequestOutput,
         choice: CompletionOutput,
-        delta: Delta,
+        delta: CompletionOutput,
         writer: CompletionLogprobsWriter,
         *,
         first: bool,
     ) -> CompletionChoice:
         body = self._body
         with_ids = bool(body.return_token_ids)
-        logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
+        logprobs = None if delta.token_logprobs is None else writer.write(delta.token_ids, delta.token_logprobs)
         if first and body.echo and body.logprobs is not None:
             scores = output.prompt_token_logprobs or []
             count = None if body.logprobs == -1 else body.logprobs

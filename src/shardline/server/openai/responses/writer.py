@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from shardline.api.outputs import RequestOutput
+from shardline.api.outputs import CompletionOutput, RequestOutput
 from shardline.receipts.receipt import Receipt
 from shardline.server.errors import ApiError
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_parts import ChatLogprob, TokenPieces, chat_logprobs
-from shardline.server.openai.generation import Delta, SentChoice
+from shardline.server.openai.generation import SentChoice
 from shardline.server.sse import Events
 from shardline.text.answer_parser import AnswerParser
 from shardline.text.tool_parsers.base import AnswerDelta
@@ -362,12 +362,12 @@ class ResponseWriter:
         if delta.finish_reason is not None:
             self._end_response(output, delta.finish_reason == "stop")
 
-    def _add_answer(self, delta: Delta, token_ids: list[int]) -> None:
-        if delta.logprobs is not None:
+    def _add_answer(self, delta: CompletionOutput, token_ids: list[int]) -> None:
+        if delta.token_logprobs is not None:
             # Tokens of reasoning are not reported.
             before = len(token_ids) - len(delta.token_ids)
             skipped = max(0, self._num_reasoning(token_ids) - before)
-            new = chat_logprobs(self._pieces, delta.token_ids[skipped:], delta.logprobs[skipped:])
+            new = chat_logprobs(self._pieces, delta.token_ids[skipped:], delta.token_logprobs[skipped:])
             self._held += new.content
         answers = self._parser.read(delta.text, delta.finish_reason)
         for answer in answers:
