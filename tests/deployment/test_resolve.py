@@ -175,7 +175,9 @@ def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="2 x 11"):
         resolve_on(machine(free_memory=20_000_000), data_parallel_size=2)
-    with pytest.raises(ValueError, match=r"the weights and adapters need .* use a lower --max-loras or --max-lora-rank"):
+    with pytest.raises(
+        ValueError, match=r"the weights and adapters need .* use a lower --max-loras or --max-lora-rank"
+    ):
         resolve_on(machine(free_memory=20_000_000), enable_lora=True, max_loras=1000)
 
 
