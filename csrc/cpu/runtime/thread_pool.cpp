@@ -2,11 +2,14 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "runtime/pulse.h"
 #include "runtime/wait.h"
@@ -78,14 +81,18 @@ class ThreadPool {
       shares_[static_cast<size_t>(s)].next.store(num_tasks * s / num_shares, std::memory_order_relaxed);
       shares_[static_cast<size_t>(s)].end = num_tasks * (s + 1) / num_shares;
     }
-    // Also if a task of the caller throws: workers still use the context, which it would take along.
-    struct Closing {
-      ThreadPool& pool;
-      ~Closing() { pool.close_round(); }
-    } closing{*this};
-    open_.store(true);
-    announce();
-    take_tasks(0);
+    error_ = nullptr;
+    {
+      // Also if a task of the caller throws: workers still use the context, which it would take along.
+      struct Closing {
+        ThreadPool& pool;
+        ~Closing() { pool.close_round(); }
+      } closing{*this};
+      open_.store(true);
+      announce();
+      take_tasks(0);
+    }
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
  private:
@@ -141,13 +148,21 @@ class ThreadPool {
       seen = round_.load();
       if (stop_.load()) return;
       active_.fetch_add(1);
-      if (open_.load()) take_tasks(self);  // the caller waits for workers that entered before it reuses the fields
+      // The caller waits for workers that entered before it reuses the fields, and throws what one of them has thrown.
+      try {
+        if (open_.load()) take_tasks(self);
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(failing_);
+        error_ = std::current_exception();
+      }
       if (active_.fetch_sub(1) == 1 && caller_sleeps_.load()) wake_all(&active_, WordScope::kProcess);
     }
   }
 
   TaskFunction function_ = nullptr;
   void* context_ = nullptr;
+  std::mutex failing_;
+  std::exception_ptr error_;
   std::vector<Share> shares_;
   std::vector<std::thread> workers_;
   alignas(128) std::atomic<uint32_t> round_{0};

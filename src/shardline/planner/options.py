@@ -45,6 +45,7 @@ PASSED = (*_SAME_IN_VLLM, *_OTHERWISE_IN_VLLM, *_ONLY_OURS)
 
 _NODES = "--gpus says which nodes there are, such as 2x8xH100, and the printed commands have the flags for them"
 _CHANGED = "a plan reads config.json as it is; change it in a folder of your own, and plan that"
+_MOVES = "experts move on CPUs and with --kernels torch, for which a plan has no figures; give it to serve only"
 _ADAPTERS = "the Triton kernels have no adapters yet; --gpus here takes it"
 _REFUSED = {
     "hf_token": "set HF_TOKEN, so that no printed command has it",
@@ -68,8 +69,8 @@ _REFUSED = {
     "fully_sharded_loras": _ADAPTERS,
     "cpu_offload_gb": "on GPUs it needs --kernels torch, of which a plan has no figures; --gpus here takes it on CPUs",
     "offload_to": "on GPUs it needs --kernels torch, of which a plan has no figures; --gpus here takes it on CPUs",
-    "enable_eplb": "experts move on CPUs only so far; give it to serve only",
-    "eplb_config": "experts move on CPUs only so far; give it to serve only",
+    "enable_eplb": _MOVES,
+    "eplb_config": _MOVES,
     "share_suffixes": "the Triton kernels have no drafts yet; --gpus here takes it",
     "kernels": "a plan has no figures for torch's operations; give it to serve only",
     "kv_events_config": "it changes no figure; give it to serve only",

@@ -1,4 +1,4 @@
-"""The threads of a rank, when a task on the calling thread fails."""
+"""The threads of a rank, when a task fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,19 @@ int main() {
       if (std::this_thread::get_id() != caller) was_helped = true;
     });
   }
-  return was_helped ? 0 : 3;  // the caller would work alone from now on
+  if (!was_helped) return 3;  // the caller would work alone from now on
+  bool was_told = false;
+  for (int round = 0; round < 100000 && !was_told; ++round) {
+    try {
+      shardline::parallel_for(64, [&](int64_t) {
+        std::this_thread::yield();
+        if (std::this_thread::get_id() != caller) throw std::bad_alloc();
+      });
+    } catch (const std::bad_alloc&) {
+      was_told = true;
+    }
+  }
+  return was_told ? 0 : 4;  // what a worker throws is the caller's
 }
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SCORES = 1 << 24
+_SCORES = 1 << 22
 """Products of queries and keys that are in memory at a time."""
 
 

@@ -253,8 +253,11 @@ def _open_input(path_or_url: str) -> Iterator[BinaryIO]:
             except (urllib.error.URLError, ValueError) as error:
                 raise OSError(f"--input-file {path_or_url}: cannot be fetched ({error})") from error
         else:
-            with open(path_or_url, "rb") as pipe:
-                shutil.copyfileobj(pipe, copied)
+            try:
+                with open(path_or_url, "rb") as pipe:
+                    shutil.copyfileobj(pipe, copied)
+            except OSError as error:
+                raise OSError(f"--input-file {path_or_url}: cannot be copied ({error.strerror})") from error
         copied.seek(0)
         yield copied
 
