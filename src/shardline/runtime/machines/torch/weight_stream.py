@@ -20,13 +20,12 @@ from shardline.deployment.deployment import LAYER_SLOTS
 from shardline.kernels.host.memory import streamed_empty
 from shardline.kernels.torch.linear import DenseKernels
 from shardline.runtime.machines.host.weight_stream import WeightStream
+from shardline.runtime.machines.layer_turns import LayerTurns
 from shardline.runtime.machines.torch.host_memory import HostRows
 
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
-_TOLD_STEPS = (16, 256)
-"""Steps after which the log says what they have cost."""
 
 
 class _Layer(NamedTuple):
@@ -41,26 +40,25 @@ class _Layer(NamedTuple):
     """Whether these have to be read before."""
 
 
-class DeviceWeightStream:
-    """The layers of a rank that do not stay on its device. Steps run them in their order, again and again."""
+class DeviceWeightStream(LayerTurns):
+    """The layers of a rank that do not stay on its device."""
 
     def __init__(self, kernels: DenseKernels, layers: Sequence[int], files: WeightStream | None, in_files: set[int]):
         """`files` has the layers `in_files`; the others of `layers` lie in host memory."""
+        super().__init__(layers)
         self._kernels = kernels
         self._device = kernels.device
         self._module: Any = torch.get_device_module(self._device)
         self._stream = self._module.Stream(self._device)
-        self._places = {layer: place for place, layer in enumerate(layers)}
         self._files, self._in_files = files, in_files
-        self._layers: list[_Layer] = []
+        self._loaded: list[_Layer] = []
         self._slots = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in layers[:LAYER_SLOTS]]
         self._wanted: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         """(place in `layers`, event after which its slot is free); a place below zero ends the thread."""
-        self._ready = [threading.Event() for _ in layers]
-        self._error: Exception | None = None
-        self._waited = self._copying = 0.0
-        self._num_steps = self._num_copied = 0
-        """`_num_copied`: bytes."""
+        self._copying = 0.0
+        """Seconds."""
+        self._num_copied = 0
+        """Bytes."""
 
     @contextlib.contextmanager
     def loading(self, layer: int) -> Iterator[None]:
@@ -69,7 +67,7 @@ class DeviceWeightStream:
         Raises:
             ValueError: they cannot be written to a file.
         """
-        if layer not in self._places:
+        if self.turn_of(layer) is None:
             yield
             return
         weights: list[Tensor] = []
@@ -79,7 +77,7 @@ class DeviceWeightStream:
         finally:
             self._kernels.copied = None
         self._keep(layer, weights)
-        if len(self._layers) == len(self._places):
+        if len(self._loaded) == len(self.layers):
             self._begin()
 
     def _keep(self, layer: int, weights: Sequence[Tensor]) -> None:
@@ -87,10 +85,10 @@ class DeviceWeightStream:
         for weight in weights:
             starts.append(num_bytes)
             num_bytes += -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT
-        number = len(self._layers) % LAYER_SLOTS
+        number = len(self._loaded) % LAYER_SLOTS
         if len(self._slots[number]) < num_bytes:
             self._slots[number] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            for earlier in self._layers[number::LAYER_SLOTS]:
+            for earlier in self._loaded[number::LAYER_SLOTS]:
                 self._place(earlier.weights, number)
         placed, slot = list(zip(weights, starts, strict=True)), self._slots[number][:num_bytes]
         for weight, start in placed:
@@ -103,7 +101,7 @@ class DeviceWeightStream:
                 parts = [streamed_empty((num_bytes,), torch.uint8).copy_(slot)]
         else:
             parts = HostRows(slot)
-        self._layers.append(_Layer(layer, placed, parts, num_bytes, in_file))
+        self._loaded.append(_Layer(layer, placed, parts, num_bytes, in_file))
 
     def _place(self, weights: Sequence[tuple[Tensor, int]], number: int) -> None:
         """Have the weights of a layer lie in a slot from now on."""
@@ -112,65 +110,34 @@ class DeviceWeightStream:
             assert weight.is_contiguous()
             weight.set_(memory, start // weight.itemsize, weight.shape, weight.stride())
 
-    def acquire(self, layer: int) -> None:
-        """Wait until the weights of a layer are on the device. Does nothing for a layer that stays there.
+    def rate(self) -> float:
+        """See `LayerTurns.rate`."""
+        return self._num_copied / max(1e-9, self._copying)
 
-        Raises:
-            OSError: they cannot be read, or are not what was written.
-        """
-        place = self._places.get(layer)
-        if place is None:
-            return
-        started = time.perf_counter()
-        self._ready[place].wait()
-        self._waited += time.perf_counter() - started
-        if self._error is not None:
-            raise self._error
-
-    def release(self, layer: int) -> None:
-        """The layer's kernels have been launched: after them, another one may take its place."""
-        place = self._places.get(layer)
-        if place is None:
-            return
-        self._ready[place].clear()
-        following = place + LAYER_SLOTS
-        self._want(following if following < len(self._layers) else place % LAYER_SLOTS)
-        if place == len(self._layers) - 1:
-            self._num_steps += 1
-            if self._num_steps in _TOLD_STEPS:
-                rate, each = self._num_copied / 1e9 / max(1e-9, self._copying), self._waited / self._num_steps
-                _log.info(
-                    "%d steps: each waited %.3f s for weights, which came at %.2f GB/s", self._num_steps, each, rate
-                )
-
-    def _want(self, place: int) -> None:
+    def want(self, turn: int) -> None:
+        """See `LayerTurns.want`."""
         launched = self._module.Event()
         launched.record(self._module.current_stream(self._device))
-        self._wanted.put((place, launched))
+        self._wanted.put((turn, launched))
 
     def _begin(self) -> None:
         weakref.finalize(self, self._wanted.put, (-1, None))
         threading.Thread(target=_copy_all, args=(weakref.ref(self), self._wanted), daemon=True).start()
-        for place in range(len(self._slots)):
-            self._want(place)
-        for ready in self._ready[:LAYER_SLOTS]:
-            ready.wait()
-        if self._error is not None:
-            raise self._error
-        num_bytes, rate = sum(layer.num_bytes for layer in self._layers), self._num_copied / max(1e-9, self._copying)
+        self.begin()
+        num_bytes, rate = sum(layer.num_bytes for layer in self._loaded), self.rate()
         _log.info(
             "%d layers are copied to the device in every step, %s in all, %d of them from files: at %.2f GB/s, as the "
             "first two came, a step takes %.2f s or more",
-            len(self._layers),
+            len(self._loaded),
             format_bytes(num_bytes),
             len(self._in_files),
             rate / 1e9,
             num_bytes / rate,
         )
 
-    def copy(self, place: int, launched: Any) -> None:
+    def copy(self, turn: int, launched: Any) -> None:
         """Copy a layer to its slot once what was launched is over; what goes wrong is told to the next step."""
-        layer = self._layers[place]
+        layer = self._loaded[turn]
         try:
             launched.synchronize()
             started = time.perf_counter()
@@ -180,7 +147,7 @@ class DeviceWeightStream:
             begin, copied = 0, self._module.Event()
             with torch.inference_mode(), self._module.stream(self._stream):
                 for part in layer.parts:
-                    self._slots[place % LAYER_SLOTS][begin : begin + len(part)].copy_(part, non_blocking=True)
+                    self._slots[turn % LAYER_SLOTS][begin : begin + len(part)].copy_(part, non_blocking=True)
                     begin += len(part)
                 copied.record(self._stream)
             copied.synchronize()
@@ -190,11 +157,9 @@ class DeviceWeightStream:
             self._copying += time.perf_counter() - started
             self._num_copied += layer.num_bytes
         except Exception as error:
-            self._error = error
-            for ready in self._ready:
-                ready.set()
+            self.arrive(turn, error)
         else:
-            self._ready[place].set()
+            self.arrive(turn)
 
 
 def _copy_all(stream_of: Callable[[], DeviceWeightStream | None], wanted: queue.SimpleQueue[tuple[int, Any]]) -> None:
