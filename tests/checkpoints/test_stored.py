@@ -224,7 +224,7 @@ def test_a_family_is_loaded_or_only_planned() -> None:
             (name, "its recurrent layers keep a state")
             for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h")
         ),
-        ("deepseek_v32", "an indexer chooses the tokens"),
+        ("minimax_m3", "an indexer chooses the tokens"),
     ],
 )
 def test_a_refusal_names_what_is_missing(model_type: str, says: str) -> None:
