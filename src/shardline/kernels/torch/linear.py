@@ -173,7 +173,11 @@ class DenseKernels:
         return self.noted(mapped_empty(sizes, dtype) if on_cpu else self.activation_empty(dtype, *sizes))
 
     def noted(self, weights: Tensor) -> Tensor:
-        """The weights, noted in `copied` if it is a list."""
+        """The weights, noted in `copied` if it is a list. They are no view, which would hold their first memory after
+        they have been given other memory."""
+        if weights._is_view():
+            place = weights.untyped_storage(), weights.storage_offset(), weights.shape, weights.stride()
+            weights = torch.empty(0, dtype=weights.dtype, device=weights.device).set_(*place)
         if self.copied is not None:
             self.copied.append(weights)
         return weights

@@ -6,7 +6,9 @@ The device is a CPU here, whose memory counts as none of the host's; so what a G
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from shardline.deployment.deployment import LAYER_SLOTS, Deployment
 from shardline.deployment.here import resolve_here
 from shardline.deployment.machine import Machine
 from shardline.engine.executor.base import ExecutorFailure
+from shardline.kernels import memory
 from shardline.kernels.torch.torch_kernels import TorchKernels
 from shardline.messages.request import Request
 from shardline.runtime.machines.host.expert_stream import ExpertStream
@@ -245,3 +248,27 @@ def test_the_place_of_a_layer_grows() -> None:
             assert all(bool(torch.all(weight == layer)) for weight in weights)
             stream.release(layer)
     assert len({weight.untyped_storage().data_ptr() for weights in layers for weight in weights}) == LAYER_SLOTS
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["layers", "experts"])
+def test_what_leaves_takes_no_memory(experts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large weights are views of mapped memory, which they would hold."""
+    mapped: list[weakref.ref[mmap.mmap]] = []
+    map_memory = memory.map_memory
+
+    def noted(num_bytes: int) -> mmap.mmap:
+        mapped.append(weakref.ref(found := map_memory(num_bytes)))
+        return found
+
+    monkeypatch.setattr(memory, "map_memory", noted)
+    monkeypatch.setattr(host_memory, "mapped_empty", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    kernels, kept = TorchKernels(torch.device("cpu")), []
+    layers = DeviceWeightStream(kernels, range(4), None, set())
+    copied = DeviceExpertStream(kernels, 1 << 20, 4, None)
+    for layer in range(4):
+        with copied.loading() if experts else layers.loading(layer):
+            kept.append(kernels.weights_empty(torch.float32, 4, 1 << 18).fill_(layer))
+        if experts:
+            copied.keep(layer, kept[-1:], 0)
+    assert len(mapped) == 4
+    assert [found for found in mapped if found() is not None] == []

@@ -101,10 +101,11 @@ class WeightStream(LayerTurns):
 
     def read(self, turn: int, number: int) -> None:
         """Read a chunk of a layer into its memory; what goes wrong is told to the next step."""
-        extent, problem = self._extents[turn], None
+        extent = self._extents[turn]
+        problem: Exception | None = None
         try:
             self._file.read_chunk(extent, number, f"the weights of layer {self.layers[turn]}")
-        except OSError as error:
+        except Exception as error:
             problem = error
         with self._lock:
             self._num_read += extent.chunks[number].stored

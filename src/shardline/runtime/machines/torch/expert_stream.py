@@ -80,6 +80,7 @@ class DeviceExpertStream:
             sources += in_memory
         for part, experts in zip(panels, held, strict=True):
             self._kernels.copied_experts[part] = experts
+            assert part._base is None, "a view holds the memory that is to be freed"
             nothing = torch.empty(1, dtype=part.dtype, device=part.device)
             part.set_(nothing.untyped_storage(), 0, part.shape, (0,) * part.dim())
         self._layers[layer] = _Layer(len(self._layers), sources, held, len(panels[0]), shapes)

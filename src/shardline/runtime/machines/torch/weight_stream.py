@@ -108,6 +108,7 @@ class DeviceWeightStream(LayerTurns):
         memory = self._slots[number].untyped_storage()
         for weight, start in weights:
             assert weight.is_contiguous()
+            assert weight._base is None, "a view holds the memory that is to be freed"
             weight.set_(memory, start // weight.itemsize, weight.shape, weight.stride())
 
     def rate(self) -> float:
