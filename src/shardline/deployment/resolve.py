@@ -45,7 +45,7 @@ from shardline.deployment.layout import Layout, choose_layout
 from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
-from shardline.deployment.weight_offload import plan_offload
+from shardline.deployment.weight_offload import passage_bytes, plan_offload
 from shardline.models.partition import Span
 from shardline.models.parts import DType, KVDType
 from shardline.models.sharding import Numerics, check_expert_parallel, check_tensor_parallel
@@ -120,7 +120,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     weights = own_weights if draft is None else tuple(map(operator.add, own_weights, draft.weights))
     adapters = plan_adapters(config, layout, spec, stages, dtype)
     needed = weights
-    for more in filter(None, (adapters.num_bytes, () if draft is None else draft.spare_bytes)):
+    passage = passage_bytes(layout, offload, own_weights)
+    for more in filter(None, (adapters.num_bytes, () if draft is None else draft.spare_bytes, passage)):
         needed = tuple(rank + RankWeights(num_bytes, 0) for rank, num_bytes in zip(needed, more, strict=True))
     room = rank_room(config, layout, machine, spec, dtype, needed)
     beside = () if draft is None else draft.block_bytes

@@ -60,12 +60,14 @@ def plan_offload(
         if config.cache.kv_cache_memory is not None:
             smaller = "use a smaller kv_cache_memory"
         instead = f"use a smaller quantization or model, or {smaller}"
-        if not has_experts:  # layers that are read have memory too
-            wanted += LAYER_SLOTS * max(
-                layer_bytes(place, layer, False)
-                for place in map(layout.grid.place, range(layout.grid.world_size))
-                for layer in range(stages[place.pp_rank].start, stages[place.pp_rank].stop)
-            )
+        # Layers that are read have memory too, and so has what passes through a CPU's on its way.
+        num_layers = LAYER_SLOTS * (1 + _copies_on_cpu(layout)) * (not has_experts)
+        num_layers += has_experts and _copies_on_cpu(layout)
+        wanted += num_layers * max(
+            layer_bytes(place, layer, has_experts)
+            for place in map(layout.grid.place, range(layout.grid.world_size))
+            for layer in range(stages[place.pp_rank].start, stages[place.pp_rank].stop)
+        )
     plan = _plan_experts if has_experts else _plan_layers
     rooms, folder = _host_rooms(config, layout, machine), model.offload_to or ""
     try:
@@ -76,6 +78,17 @@ def plan_offload(
     if not folder:
         _check_host_memory(layout, machine, left, rooms)
     return offload, left
+
+
+def passage_bytes(layout: Layout, offload: OffloadPlan, weights: Sequence[RankWeights]) -> tuple[int, ...]:
+    """For each rank, the memory through which weights of files pass to a device that is the CPU; empty: none do."""
+    if not offload.folder or not _copies_on_cpu(layout):
+        return ()
+    return tuple(rank.expert_layer_bytes or LAYER_SLOTS * rank.slot_bytes for rank in weights)
+
+
+def _copies_on_cpu(layout: Layout) -> bool:
+    return layout.device == "cpu" and layout.kernels == "torch"
 
 
 class _NothingSaved(Exception):

@@ -40,6 +40,7 @@ class ExpertResidency:
         self._needed: NDArray[np.float64] = np.zeros(self.present.shape)
         """[layers, experts]: in which share of the last steps it was chosen."""
         self._num_steps = self._num_asked = self._num_read = self._read_bytes = 0
+        self._last_row = len(counts)
         self.waited = 0.0
         """Seconds that steps have waited for experts."""
 
@@ -51,8 +52,9 @@ class ExpertResidency:
     def choose(self, row: int, ids: torch.Tensor, first: int) -> NDArray[np.int64]:
         """Count the experts of `ids`, in host memory, that the rank holds, which are the ones from `first` on; returns
         them, each once."""
-        if row == 0:
+        if row <= self._last_row:  # layers that need nothing may be passed over
             self._begin_step()
+        self._last_row = row
         experts: NDArray[np.int64] = np.unique(ids.numpy()).astype(np.int64) - first
         experts = experts[(experts >= 0) & (experts < self.counts[row])]
         needed = self._needed[row]

@@ -25,6 +25,8 @@ class LayerTurns(ABC):
         self._turns = {layer: turn for turn, layer in enumerate(layers)}
         self._ready = [threading.Event() for _ in layers]
         self._error: Exception | None = None
+        self._next = 0
+        """The turn that comes, or has come and is not over."""
         self._waited = 0.0
         self._num_steps = 0
 
@@ -41,6 +43,12 @@ class LayerTurns(ABC):
         turn = self._turns.get(layer)
         if turn is None:
             return
+        while self._next != turn:  # a step was cut short: its other layers have their turns now
+            self._await(self._next)
+            self._end_turn(self._next)
+        self._await(turn)
+
+    def _await(self, turn: int) -> None:
         if not self._ready[turn].is_set():
             started = time.perf_counter()
             self._ready[turn].wait()
@@ -51,8 +59,11 @@ class LayerTurns(ABC):
     def release(self, layer: int) -> None:
         """The layer has computed, or its kernels have been launched: another one may have its place after them."""
         turn = self._turns.get(layer)
-        if turn is None:
-            return
+        if turn is not None:
+            self._end_turn(turn)
+
+    def _end_turn(self, turn: int) -> None:
+        self._next = (turn + 1) % len(self.layers)
         self._ready[turn].clear()
         following = turn + LAYER_SLOTS
         self.want(following if following < len(self.layers) else turn % LAYER_SLOTS)

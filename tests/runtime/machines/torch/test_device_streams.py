@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment import weight_offload
-from shardline.deployment.deployment import LAYER_SLOTS, Deployment
+from shardline.deployment.deployment import LAYER_SLOTS, Deployment, FixedPool
 from shardline.deployment.here import resolve_here
 from shardline.deployment.machine import Machine
 from shardline.engine.executor.base import ExecutorFailure
@@ -29,6 +30,7 @@ from shardline.messages.request import Request
 from shardline.runtime.machines.host.expert_stream import ExpertStream
 from shardline.runtime.machines.torch import host_memory
 from shardline.runtime.machines.torch.expert_stream import DeviceExpertStream
+from shardline.runtime.machines.torch.host_memory import HostRows
 from shardline.runtime.machines.torch.weight_stream import DeviceWeightStream
 from tests.deployment.machines import gpu, host, machine, resolve_on
 from tests.exactness.harness import Answer, make_requests, run, start_engine
@@ -89,7 +91,8 @@ def test_answers_keep_their_bits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_memory, "_CHUNK", 10_000)  # several pieces
+    monkeypatch.setattr(host_memory, "_LARGEST", 1 << 13)  # several pieces
+    monkeypatch.setattr(host_memory, "_SMALLEST", 1 << 10)
     requests, options = make_requests(256, 4), {"dtype": dtype, "quantization": quantization}
     expected = answers(models[family], requests, "alone", **options)
     elsewhere: dict[str, Any] = {"cpu_offload_gb": 100.0, "offload_to": str(tmp_path)}
@@ -272,3 +275,57 @@ def test_what_leaves_takes_no_memory(experts: bool, monkeypatch: pytest.MonkeyPa
             copied.keep(layer, kept[-1:], 0)
     assert len(mapped) == 4
     assert [found for found in mapped if found() is not None] == []
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(85, 6000), (128, 1500), (1, 100_000), (7, 1), (3_000, 1)])
+def test_pieces_of_host_memory_are_near_powers_of_two(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_LARGEST", 1 << 17)
+    monkeypatch.setattr(host_memory, "_SMALLEST", 1 << 8)
+    like = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    held = HostRows(like)
+    assert torch.equal(torch.cat(list(held)), like)
+    assert all(torch.equal(held[row], like[row]) for row in range(rows))
+    taken = sum(1 << (piece.nbytes - 1).bit_length() for piece in held)
+    assert taken <= 1.15 * like.nbytes or like[0].nbytes > host_memory._LARGEST // 2 or like.nbytes <= 1 << 8
+
+
+@pytest.mark.parametrize("last", [(0, False), (1, False), (2, True), (4, False)])
+def test_after_a_step_that_was_cut_short_layers_come_again(last: tuple[int, bool]) -> None:
+    """`last`: the layer that was acquired last, and whether it was released."""
+    kernels, weights = TorchKernels(torch.device("cpu")), []
+    stream = DeviceWeightStream(kernels, range(5), None, set())
+    for layer in range(5):
+        with stream.loading(layer):
+            weights.append(kernels.weights_empty(torch.float32, 10, 7).fill_(layer))
+
+    def run(stop: tuple[int, bool]) -> None:
+        for layer in range(stop[0] + 1):
+            stream.acquire(layer)
+            assert bool(torch.all(weights[layer] == layer))
+            if layer < stop[0] or stop[1]:
+                stream.release(layer)
+
+    def run_all() -> None:
+        for stop in (last, (4, True), (4, True)):
+            run(stop)
+            done.append(stop)
+
+    done: list[tuple[int, bool]] = []
+    steps = threading.Thread(target=run_all, daemon=True)
+    steps.start()
+    steps.join(20.0)
+    assert len(done) == 3
+
+
+def test_what_passes_through_the_memory_of_a_cpu_counts(models: dict[str, Path], tmp_path: Path) -> None:
+    for family in ("llama", "qwen3_moe"):
+        options: dict[str, Any] = {"model": str(models[family]), "cpu_offload_gb": 100.0, "offload_to": str(tmp_path)}
+        pools = []
+        for kernels in ("auto", "torch"):
+            found = resolve_on(machine(free_memory=64 << 20), device="cpu", kernels=kernels, **options)
+            assert isinstance(found.cache.pool, FixedPool)
+            pools.append(found.cache.pool.num_blocks * found.cache.block_bytes[0])
+            (weights,) = found.weights
+        passage = weights.expert_layer_bytes or LAYER_SLOTS * weights.slot_bytes
+        # Half of what is left is for the cache, in whole blocks.
+        assert pools[0] - pools[1] == pytest.approx(0.46 * passage, abs=2 * found.cache.block_bytes[0])
