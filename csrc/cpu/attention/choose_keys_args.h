@@ -40,7 +40,8 @@ struct TakeTokensArgs {
 
 void take_tokens(const TakeTokensArgs& args);
 
-// Of two keys with the same score, the earlier one is chosen; NaN is the lowest score.
+// Of two keys with the same score, the earlier one is chosen; a NaN product counts as zero, and a NaN score is the
+// lowest.
 void choose_keys(const ChooseKeysArgs& args);
 
 }  // namespace shardline

@@ -24,7 +24,7 @@ def check_context_parallel(config: EngineConfig, layout: Layout, spec: DecoderSp
     if layout.device != "cpu":
         raise ValueError(f"{asked} works on CPUs only so far; {instead}, or --device cpu")
     for attention in {layer.attention for layer in spec.layers}:
-        if not isinstance(attention, GQA | MLA) or attention.chooses_tokens:
+        if not isinstance(attention, GQA | MLA) or attention.num_chosen:
             raise ValueError(
                 f"{asked} works with grouped-query and latent attention to all tokens only so far, and "
                 f"{spec.model_type} has other layers; {instead}"

@@ -64,9 +64,9 @@ class Attention(Part, frozen=True, array_like=True):
         return None
 
     @property
-    def chooses_tokens(self) -> bool:
-        """Whether a token attends to some of the tokens that it sees."""
-        return False
+    def num_chosen(self) -> int:
+        """Of the tokens that a token sees, how many it attends to at most; 0: all."""
+        return 0
 
     @property
     def reads_choice(self) -> bool:

@@ -99,9 +99,9 @@ class MLA(Attention, frozen=True, array_like=True, tag=True):
         return self.projections.value_head_dim
 
     @property
-    def chooses_tokens(self) -> bool:
-        """See `Attention.chooses_tokens`."""
-        return self.indexer is not None
+    def num_chosen(self) -> int:
+        """See `Attention.num_chosen`."""
+        return 0 if self.indexer is None else self.indexer.top_k
 
     @property
     def reads_choice(self) -> bool:

@@ -342,13 +342,19 @@ def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) 
     """The most bytes of activations that are alive at once in a step of `num_tokens`, of which `num_seqs` are sampled.
 
     Rows are whole. The sum counts residual streams and their neighbours, the projections of the feed-forward block, the
-    layers' inputs for each token, and the fp32 logits twice.
+    layers' inputs for each token, the choice of tokens, and the fp32 logits twice.
     """
     widest = max(layer.feed_forward.projected_size for layer in spec.layers)
     inputs = 0 if spec.token_input is None else 4 * len(spec.layers) * spec.token_input.size
     hidden = (5 + spec.residual_streams) * spec.hidden_size
     activations = num_tokens * (hidden + 2 * widest + inputs) * DTYPE_BYTES[dtype]
-    return activations + 2 * 4 * num_seqs * spec.vocab_size
+    return activations + choice_bytes(spec, num_tokens) + 2 * 4 * num_seqs * spec.vocab_size
+
+
+def choice_bytes(spec: DecoderSpec, num_tokens: int) -> int:
+    """The slots (int64) of the tokens that an indexer chooses for `num_tokens`, twice: those of the rows that need
+    them, and of all rows."""
+    return 2 * 8 * num_tokens * max(layer.attention.num_chosen for layer in spec.layers)
 
 
 def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: int = 1) -> int:

@@ -83,7 +83,7 @@ def build_stage(loader: LayerLoader, layers: Span) -> DecoderStage:
         stream=stage.stream,
         never_recorded=stage.stream is not None
         or stage.expert_stream is not None
-        or any(stage.spec.layers[index].attention.chooses_tokens for index in range(layers.start, layers.stop)),
+        or any(stage.spec.layers[index].attention.num_chosen for index in range(layers.start, layers.stop)),
         kept=KeptOutput(stage, layers.start, end) if min(stage.kept_layers, default=end) < end else None,
         finite_checker=stage.finite_checker,
         nothing=torch.empty(0, spec.hidden_size, dtype=stage.dtype, device=stage.device),

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence, Set
 
+import msgspec
 import torch
 
 from shardline.deployment.deployment import NO_OFFLOAD, Deployment, KVAllocation, MeasuredPool
@@ -17,6 +18,7 @@ from shardline.messages.step import RankStep, SequenceStart, SequenceStep, StepP
 from shardline.messages.worker import RankReport
 from shardline.models.kv_groups import KVGroup
 from shardline.models.partition import split_dim
+from shardline.models.sizes import choice_bytes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.expert_mover import ExpertMover
 from shardline.runtime.features.adapters import RowAdapters
@@ -323,6 +325,9 @@ class Worker:
         step = largest_step(self._deployment)
         with torch.inference_mode():
             use = self._backend.measure_step(lambda: runner.run_step(step), replay)
+        # The sequences of this step are short, so no token is chosen.
+        chosen = choice_bytes(self._deployment.spec, self._deployment.limits.max_num_batched_tokens)
+        use = msgspec.structs.replace(use, step=use.step + chosen)
         if self._expert_load is not None:
             self._expert_load.counts.zero_()
         return use

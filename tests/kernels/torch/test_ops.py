@@ -63,6 +63,7 @@ TESTS: dict[Any, tuple[str, ...]] = {
         "matches_reference",
         "a_row_chooses_alike_in_every_batch",
         "of_equal_scores_the_earlier_token_is_chosen",
+        "a_product_that_is_no_number_counts_as_zero",
     ),
     test_paged: (
         "matches_reference",

@@ -17,6 +17,7 @@ def choose_keys(
     sequences: Tensor,
     contexts: Tensor,
     slots: Tensor,
+    *,
     exact: bool,
 ) -> None:
     """`exact`: sums have one order, whatever the numbers of rows and keys."""
@@ -46,11 +47,16 @@ def take_tokens(pages: Tensor, slots: Tensor, out: Tensor, word: int) -> None:
 def _scores(query: Tensor, weights: Tensor, keys: Tensor, exact: bool) -> Tensor:
     """[R, most], for query [R, H, D], weights [R, H] and keys [R, most, D]."""
     if not exact:
-        return torch.einsum("rhk,rh->rk", torch.einsum("rhd,rkd->rhk", query, keys).clamp_(min=0), weights)
+        return torch.einsum("rhk,rh->rk", _positive(torch.einsum("rhd,rkd->rhk", query, keys)), weights)
     total = keys.new_zeros(keys.shape[:2])
     for head in range(query.shape[1]):
         product = torch.zeros_like(total)
         for dim in range(query.shape[2]):
             product.addcmul_(query[:, head, dim, None], keys[:, :, dim])
-        total.addcmul_(product.clamp_(min=0), weights[:, head, None])
+        total.addcmul_(_positive(product), weights[:, head, None])
     return total
+
+
+def _positive(products: Tensor) -> Tensor:
+    """NaN counts as zero, as in the CPU's own kernel."""
+    return torch.where(products > 0, products, 0)

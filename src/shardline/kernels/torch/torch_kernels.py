@@ -35,17 +35,8 @@ class TorchKernels(LowRankKernels, AttentionKernels):
 
     take_tokens = staticmethod(take_tokens)
 
-    def choose_keys(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        keys: Tensor,
-        block_tables: Tensor,
-        sequences: Tensor,
-        contexts: Tensor,
-        slots: Tensor,
-    ) -> None:
-        choose_keys(query, weights, keys, block_tables, sequences, contexts, slots, self.is_exact)
+    def choose_keys(self, *arguments: Tensor) -> None:
+        choose_keys(*arguments, exact=self.is_exact)
 
     def __init__(self, device: torch.device) -> None:
         LowRankKernels.__init__(self, device)

@@ -30,6 +30,8 @@ class ChosenTokens:
 
     def __init__(self) -> None:
         self._has_layers = False
+        self.are_shared = False
+        """Whether a layer attends to the choice of another one."""
         self._split: tuple[Rows, int, int, SplitRows | None] | None = None
         self._slots: tuple[Rows, Tensor] | None = None
 
@@ -50,8 +52,13 @@ class ChosenTokens:
         return known[3]
 
     def keep(self, rows: Rows, slots: Tensor) -> None:
-        """Keep the slots [num_rows, top_k] that a layer has chosen, for layers that share them."""
-        self._slots = rows, slots
+        """Keep the slots [num_rows, top_k] that a layer has chosen, if layers share them."""
+        if self.are_shared:
+            self._slots = rows, slots
+
+    def forget_choice(self) -> None:
+        """The next layer chooses anew. A choice takes much memory."""
+        self._slots = None
 
     def shared(self, rows: Rows) -> Tensor:
         """The slots of the last choice, for rows that may be those that go on of the step's."""

@@ -95,6 +95,7 @@ class StageContext:
     context_group: Collectives = field(default_factory=SingleRank)
     """The ranks that share the keys of a request; consecutive ones of `group`."""
     chosen_tokens: ChosenTokens = field(default_factory=ChosenTokens)
+    """Which tokens the layers attend to, if an indexer chooses them."""
     adapters: AdapterPlan = NO_ADAPTERS
     """The adapters that requests may name."""
     stream: WeightStream | None = None

@@ -77,6 +77,7 @@ class SparseLatentLayer(LatentAttentionLayer):
         assert self.q_norm is not None, "an indexer reads the latents of queries"
         self._top_k, self._tokens = spec.indexer.top_k, loader.stage.chosen_tokens
         self._chooser = None if spec.indexer.is_shared else TokenChooser(loader, name, spec.indexer, kv_group)
+        self._tokens.are_shared |= spec.indexer.is_shared
         self._begins_step = self._tokens.add_layer()
         self._slots: Tensor | None = None
         """Of the rows that attend now."""
@@ -111,7 +112,9 @@ class SparseLatentLayer(LatentAttentionLayer):
         if left is not rows:
             q, latent, x = (left.take(part) for part in (q, latent, x))
         self._slots = self._choose(x, latent, left)
-        return self.output(self.attend(q, left), left)
+        attended = self.attend(q, left)
+        self._slots = None
+        return self.output(attended, left)
 
     def _choose(self, x: Tensor, latent: Tensor, rows: Rows) -> Tensor | None:
         """The slots [num_rows, top_k] of the tokens to which rows attend; undefined for those that attend to all. None:
@@ -121,6 +124,7 @@ class SparseLatentLayer(LatentAttentionLayer):
             return None
         if self._chooser is None:
             return self._tokens.shared(rows)
+        self._tokens.forget_choice()
         x, latent, positions = (part.index_select(0, split.chosen) for part in (x, latent, rows.positions))
         tables, of_rows = rows.block_tables[self._kv_group], (split.sequences, split.contexts)
         chosen = self._chooser.choose(x, latent, positions, self._table, tables, of_rows)

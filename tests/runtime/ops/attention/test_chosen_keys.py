@@ -74,6 +74,16 @@ def test_of_equal_scores_the_earlier_token_is_chosen(value: float) -> None:
     assert slots[0].tolist() == [*range(32, 48), 0, 1]
 
 
+def test_a_product_that_is_no_number_counts_as_zero() -> None:
+    query, weights = torch.ones(1, 3, 8), torch.ones(1, 3)
+    keys, tables = torch.ones(4, BLOCK, 8), torch.tensor([[0, 1]], dtype=torch.int32)
+    keys[0, 5] = torch.nan
+    keys[1, 0] = -1.0
+    sequences, contexts = torch.zeros(1, dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    slots = choose_keys(KERNELS, query, weights, keys, tables, sequences, contexts, 19)
+    assert slots[0].tolist() == [*range(16), *range(17, 20)], "of two that count as zero, the earlier one"
+
+
 @pytest.mark.parametrize("order", ["tokens", "words", "pairs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("count", [16, 21])
