@@ -358,7 +358,7 @@ def reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterator
 
 
 def make_http_server(app: ASGIApp, config: ServerConfig, num_engines: int) -> uvicorn.Server:
-    """The HTTP server of an application, with bounds on connections; see `acceptor` and `connections`."""
+    """The HTTP server of an application, with bounds on connections; see `connections`."""
     import uvicorn
 
     from shardline.server.connections import BoundedHttpProtocol, HttpServer, reserved_files

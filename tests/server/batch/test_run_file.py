@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import http.server
 import json
 import logging
 import os
 import re
+import shutil
 import signal
 import threading
 import urllib.request
@@ -251,6 +253,15 @@ def test_a_pipe(runs: Runs, tmp_path: Path) -> None:
     assert runs.run(f"/dev/fd/{reader}", tmp_path / "out") == 0
     os.close(reader)
     assert ids(tmp_path / "out") == ["r1", "r2"]
+
+
+def test_a_pipe_that_cannot_be_copied_is_named(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfileobj", fill)
+    with pytest.raises(OSError, match=r"--input-file /dev/null: cannot be copied .No space left on device."):
+        runs.run("/dev/null", tmp_path / "out")
 
 
 class Site(http.server.BaseHTTPRequestHandler):
