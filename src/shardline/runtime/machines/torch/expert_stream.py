@@ -38,8 +38,8 @@ class _Layer(NamedTuple):
 
 
 class DeviceExpertStream:
-    """The experts of a rank. `kept_bytes` is what may be on the device of all of them together. Every one takes as much as
-    the largest, and there is always room for all of a layer, so of unlike layers there may be more."""
+    """The experts of a rank. `kept_bytes` is what may be on the device of all of them together. Every one takes as
+    much as the largest, and there is always room for all of a layer, so of unlike layers there may be more."""
 
     def __init__(self, kernels: ExpertKernels, kept_bytes: int, num_layers: int, files: ExpertStream | None) -> None:
         """`files`: what has them in host memory when they are copied; None: all of them lie there."""
