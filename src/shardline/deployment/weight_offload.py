@@ -153,8 +153,9 @@ def _plan_experts(
     layer_bytes: LayerBytes,
     rooms: Sequence[int],
 ) -> tuple[OffloadPlan, tuple[RankWeights, ...]]:
-    """Of the experts, all but `wanted` bytes stay in memory, and at least those of one layer: a step may need all. Of a
-    device, all have a place in host memory too, or in the files behind it."""
+    """Of the experts, all but `wanted` bytes stay in memory, and at least those of one layer: a step may need all. On a
+    device, where experts take the places of others as large as they, at least those of one layer of each size; and all
+    have a place in host memory too, or in the files behind it."""
     layers: set[int] = set()
     left = []
     for rank, held in enumerate(weights):
@@ -162,7 +163,7 @@ def _plan_experts(
         span = stages[place.pp_rank]
         sizes = {layer: layer_bytes(place, layer, True) for layer in range(span.start, span.stop)}
         total, most = sum(sizes.values()), max(sizes.values())
-        read = min(wanted, total - most)
+        read = min(wanted, total - (sum(set(sizes.values())) if layout.kernels == "torch" else most))
         if read > 0:
             layers |= {layer for layer, size in sizes.items() if size}
             held = msgspec.structs.replace(

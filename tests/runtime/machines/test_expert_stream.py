@@ -238,3 +238,14 @@ def test_while_a_layer_computes_as_much_is_read_as_there_is_time_for(
         shares.append(early / (counted() - begun))
     # One step that a busy machine does not disturb is enough.
     assert max(shares[1:]) > 0.4
+
+
+@pytest.mark.parametrize("held", [0, 7, 8])
+def test_what_computes_in_other_memory_is_not_read_ahead(held: int, tmp_path: Path, counted: Callable[[], int]) -> None:
+    stream, _ = open_stream(tmp_path, num_layers=2, num_experts=8, kept=16)
+    stream.held_elsewhere = lambda layer: np.arange(8) < held
+    before = counted()
+    stream.acquire(0, torch.arange(8, dtype=torch.int32), 0)
+    stream.acquire(1, torch.tensor([], dtype=torch.int32), 0)  # waits for what was read ahead
+    ahead = (counted() - before - 2 * 8) / 2
+    assert ahead == 8 - held if held >= 7 else ahead > 0

@@ -63,10 +63,13 @@ class ExpertResidency:
         self._num_asked += len(experts)
         return experts
 
+    def lacking(self, num_bytes: int) -> int:
+        """How many bytes have to leave before there is room for so many more; not above zero: none."""
+        return num_bytes - self.room + int(self.present.sum(1) @ self.sizes)
+
     def leaving(self, num_bytes: int, current: int, staying: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-        """The experts (row, number) that have to leave before there is room for so many bytes more, but none of
-        `staying` [layers, experts]; they are no longer present. `current`: the row that computes."""
-        num_bytes -= self.room - int(self.present.sum(1) @ self.sizes)
+        """The experts (row, number) that leave, so many bytes or more, but none of `staying` [layers, experts]; they
+        are no longer present. `current`: the row that computes."""
         if num_bytes <= 0:
             return
         rows, experts = np.nonzero(self.present & ~staying)

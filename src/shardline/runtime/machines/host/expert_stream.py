@@ -12,7 +12,7 @@ import logging
 import math
 import mmap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +96,8 @@ class ExpertStream:
         """When the last layer had its experts."""
         self._computing: NDArray[np.float64] = np.zeros(0)
         """[layers]: seconds of the last step between the layer before and this one."""
+        self.held_elsewhere: Callable[[int], NDArray[np.bool_]] | None = None
+        """Which experts of a layer compute in other memory, so that they need not be read ahead."""
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -190,21 +192,25 @@ class ExpertStream:
         """Read of the next layer what can be read while this one computes, and there is room for. What is read too
         early takes the room of experts that are needed before."""
         residency, following = self._residency, (row + 1) % len(self._layers)
-        present, size = residency.present, self._sizes[following]
-        missing = np.flatnonzero(~present[following, : residency.counts[following]])
+        layer, present, size = list(self._layers)[following], residency.present, self._sizes[following]
+        absent = ~present[following, : residency.counts[following]]
+        if self.held_elsewhere is not None:
+            absent &= ~self.held_elsewhere(layer)
+        missing = np.flatnonzero(absent)
         held = present[[row, following]].sum(1) @ residency.sizes[[row, following]]
         in_time = self._computing[following] / (self._byte_seconds * size) if self._byte_seconds else len(missing)
         missing = missing[: min(max(0, residency.room - int(held)) // size, 1 + int(in_time))]
         if following != row and len(missing):
             staying = np.zeros_like(present)
             staying[[row, following]] = True
-            self._start_reading(list(self._layers)[following], missing, row, staying)
+            self._start_reading(layer, missing, row, staying)
 
     def _start_reading(self, layer: int, experts: NDArray[np.int64], current: int, staying: NDArray[np.bool_]) -> None:
         """Read experts of a layer in place of others; `current` and `staying`: see `ExpertResidency.leaving`."""
         own, what, layers = self._layers[layer], f"the experts of layer {layer}", list(self._layers.values())
         self._drop_spare()  # of a call that ended in an error
-        for row, expert in self._residency.leaving(len(experts) * self._sizes[own.row], current, staying):
+        lacking = self._residency.lacking(len(experts) * self._sizes[own.row])
+        for row, expert in self._residency.leaving(lacking, current, staying):
             self._await(row, expert)
             self._spare += layers[row].pages[expert]
         for expert in experts.tolist():

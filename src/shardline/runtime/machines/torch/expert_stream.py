@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardline.kernels.host.memory import streamed_empty
@@ -38,8 +39,8 @@ class _Layer(NamedTuple):
 
 
 class DeviceExpertStream:
-    """The experts of a rank. `kept_bytes` is what may be on the device of all of them together. Every one takes as
-    much as the largest, and there is always room for all of a layer, so of unlike layers there may be more."""
+    """The experts of a rank. `kept_bytes` is what may be on the device of all of them together. Experts take the places
+    of others as large as they, and of each size there is always room for all of a layer."""
 
     def __init__(self, kernels: ExpertKernels, kept_bytes: int, num_layers: int, files: ExpertStream | None) -> None:
         """`files`: what has them in host memory when they are copied; None: all of them lie there."""
@@ -50,11 +51,10 @@ class DeviceExpertStream:
         self._layers: dict[int, _Layer] = {}
         """By their index in the model, in the order of steps."""
         self._residency = ExpertResidency([], [], 0, "")
-        """It has the layers once all are loaded. Every expert counts with the bytes of a slot."""
-        self._slots = torch.empty(0)
-        """[num_slots, bytes of an expert] uint8"""
-        self._free: list[int] = []
-        self._slot_of: dict[tuple[int, int], int] = {}
+        """It has the layers once all are loaded. Every expert counts with the bytes of its place."""
+        self._free: dict[int, list[Tensor]] = {}
+        """Places where no expert is, by their bytes."""
+        self._place_of: dict[tuple[int, int], Tensor] = {}
         """By row and expert."""
 
     @contextlib.contextmanager
@@ -93,15 +93,18 @@ class DeviceExpertStream:
         layers = self._layers.values()
         sizes = [sum(_padded(dtype, shape) for dtype, shape in layer.shapes) for layer in layers]
         counts = [layer.num_experts for layer in layers]
-        self._residency = ExpertResidency(counts, [max(sizes)] * len(counts), self._kept_bytes, "host memory")
-        num_slots = min(self._residency.room // max(sizes), sum(counts))
-        self._slots = torch.empty(num_slots, max(sizes), dtype=torch.uint8, device=self._kernels.device)
-        self._free = list(range(num_slots))
+        self._residency = ExpertResidency(counts, sizes, self._kept_bytes, "host memory")
+        num_places = _count_places(counts, sizes, self._kept_bytes)
+        for size, count in num_places.items():
+            places = torch.empty(count, size, dtype=torch.uint8, device=self._kernels.device)
+            self._free[size] = list(places)
+        if self._files is not None:
+            self._files.held_elsewhere = self._held
         _log.info(
             "experts of %d layers are copied to the device when tokens choose them: %d of %d stay there, the most "
             "wanted, and %s",
             len(counts),
-            num_slots,
+            sum(num_places.values()),
             sum(counts),
             "all are in host memory" if self._files is None else "host memory has some of the others",
         )
@@ -121,28 +124,51 @@ class DeviceExpertStream:
         started = time.perf_counter()
         if self._files is not None:
             self._files.acquire(layer, torch.from_numpy(missing), 0)
+        size = int(residency.sizes[own.row])
         staying = np.zeros_like(residency.present)
+        staying[residency.sizes != size] = True
         staying[own.row, experts] = True
-        layers = list(self._layers.values())
-        for row, expert in residency.leaving(len(missing) * self._slots.shape[1], own.row, staying):
+        layers, free = list(self._layers.values()), self._free[size]
+        for row, expert in residency.leaving((len(missing) - len(free)) * size, own.row, staying):
             for held in layers[row].held:
                 held[expert] = None
-            self._free.append(self._slot_of.pop((row, expert)))
+            free.append(self._place_of.pop((row, expert)))
         for expert in missing.tolist():
-            self._copy(own, expert)
+            self._copy(own, expert, free.pop())
         residency.come(own.row, missing)
         # Without this, the time of the copies would be that of whatever waits for them.
         torch.get_device_module(self._kernels.device).synchronize()
         residency.waited += time.perf_counter() - started
 
-    def _copy(self, layer: _Layer, expert: int) -> None:
-        """Copy an expert to a free slot, after the kernels that were launched before."""
-        slot = self._slot_of[layer.row, expert] = self._free.pop()
-        begin = 0
+    def _copy(self, layer: _Layer, expert: int, place: Tensor) -> None:
+        """Copy an expert to its place, after the kernels that were launched before."""
+        self._place_of[layer.row, expert] = place
         for source, held, (dtype, shape) in zip(layer.sources, layer.held, layer.shapes, strict=True):
-            part = self._slots[slot, begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            held[expert] = part.copy_(source[expert], non_blocking=True)
-            begin += _padded(dtype, shape)
+            held[expert] = part = place[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            place = place[_padded(dtype, shape) :]
+            if isinstance(source, Tensor):
+                part.copy_(source[expert], non_blocking=True)
+                continue
+            left = part.view(-1).view(torch.uint8)
+            for piece in source.parts_of(expert):
+                left[: len(piece)].copy_(piece, non_blocking=True)
+                left = left[len(piece) :]
+
+    def _held(self, layer: int) -> NDArray[np.bool_]:
+        """[experts of the layer]: which of them are on the device."""
+        own = self._layers[layer]
+        return self._residency.present[own.row, : own.num_experts]
+
+
+def _count_places(counts: Sequence[int], sizes: Sequence[int], kept_bytes: int) -> dict[int, int]:
+    """How many experts of each size have a place, for layers of `counts` experts of `sizes` bytes: all of one layer,
+    and of the others as many as the rest of `kept_bytes` allows, of each size the same share."""
+    layers = list(zip(counts, sizes, strict=True))
+    least = {size: max(count for count, own in layers if own == size) for size in sizes}
+    more = {size: sum(count for count, own in layers if own == size) - least[size] for size in least}
+    left = max(0, kept_bytes - sum(size * count for size, count in least.items()))
+    wanted = max(1, sum(size * count for size, count in more.items()))
+    return {size: least[size] + min(left, wanted) * more[size] // wanted for size in least}
 
 
 def _padded(dtype: torch.dtype, shape: torch.Size) -> int:

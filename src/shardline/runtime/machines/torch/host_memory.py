@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterator
 
 import torch
@@ -15,36 +14,32 @@ _LARGEST, _SMALLEST = 512 << 20, 1 << 20
 
 
 class HostRows:
-    """Rows [num_rows, ...] of one dtype in pinned memory, which a device reads without the processor.
+    """The bytes of rows [num_rows, ...] in pinned memory, which a device reads without the processor.
 
-    torch rounds pinned memory up to a power of two, so it is taken in pieces of about as much. Rows are whole, so those
-    of more than half of a power of two still take all of it.
+    torch rounds pinned memory up to a power of two, so it is taken in pieces of as much, with no regard to rows.
     """
 
     def __init__(self, like: Tensor) -> None:
-        """`like`: the rows, on any device; they are copied."""
-        row_bytes, start = max(1, like[0].nbytes), 0
-        self._starts: list[int] = []
-        """The first row of each piece."""
-        self._pieces: list[Tensor] = []
-        while start < len(like):
-            left = (len(like) - start) * row_bytes
-            size = left if left <= _SMALLEST else min(_LARGEST, 1 << (left.bit_length() - 1))
-            count = max(1, size // row_bytes)
-            self._starts.append(start)
-            self._pieces.append(self._pinned_copy(like[start : start + count]))
-            start += count
+        """`like`: the rows, dense, on any device; they are copied."""
+        self._row_bytes = like[0].nbytes
+        left = like.view(-1).view(torch.uint8)
+        self.pieces: list[Tensor] = []
+        """uint8"""
+        while len(left):
+            size = len(left) if len(left) <= _SMALLEST else min(_LARGEST, 1 << (len(left).bit_length() - 1))
+            self.pieces.append(_pinned_copy(left[:size]))
+            left = left[size:]
 
-    def __getitem__(self, row: int) -> Tensor:
-        piece = bisect(self._starts, row) - 1
-        return self._pieces[piece][row - self._starts[piece]]
+    def parts_of(self, row: int) -> Iterator[Tensor]:
+        """The bytes of a row, in order."""
+        start, stop = row * self._row_bytes, (row + 1) * self._row_bytes
+        for piece in self.pieces:
+            if len(part := piece[max(0, start) : max(0, stop)]):
+                yield part
+            start, stop = start - len(piece), stop - len(piece)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """The pieces."""
-        return iter(self._pieces)
 
-    @staticmethod
-    def _pinned_copy(part: Tensor) -> Tensor:
-        if part.device.type == "cpu":
-            return mapped_empty(part.shape, part.dtype).copy_(part)
-        return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+def _pinned_copy(part: Tensor) -> Tensor:
+    if part.device.type == "cpu":
+        return mapped_empty(part.shape, part.dtype).copy_(part)
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)

@@ -100,7 +100,7 @@ class DeviceWeightStream(LayerTurns):
             with self._files.loading(layer):
                 parts = [streamed_empty((num_bytes,), torch.uint8).copy_(slot)]
         else:
-            parts = HostRows(slot)
+            parts = HostRows(slot).pieces
         self._loaded.append(_Layer(layer, placed, parts, num_bytes, in_file))
 
     def _place(self, weights: Sequence[tuple[Tensor, int]], number: int) -> None:
