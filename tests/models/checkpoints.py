@@ -51,6 +51,17 @@ _DEEPSEEK = {
     "v_head_dim": 10,
 }
 _INDEXER = {"index_n_heads": 12, "index_head_dim": 20, "index_topk": 11}
+_HYBRID = {
+    **_SHAPE,
+    "num_hidden_layers": 5,
+    "head_dim": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention", "full_attention"],
+}
 _EXPERTS = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -120,6 +131,11 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _DEEPSEEK),
     "deepseek_v32": ("DeepseekV32Config", {**_DEEPSEEK, **_INDEXER}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_DEEPSEEK, **_INDEXER, "index_topk_freq": 2, "index_skip_topk_offset": 3}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", _HYBRID),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 48},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -225,9 +241,20 @@ LIKE_OTHERS = (
     "ernie4_5_moe",
     "seed_oss",
     "exaone4",
+    "qwen3_5_moe_text",
 )
 """Families that consist of parts of other families. Tests of combinations leave them out."""
-OWN_PARTS = ("gpt_oss", "llama4_text", "mistral4", "minimax_m2", "olmo3", "granite", "cohere2", "gemma4_text")
+OWN_PARTS = (
+    "gpt_oss",
+    "llama4_text",
+    "mistral4",
+    "minimax_m2",
+    "olmo3",
+    "granite",
+    "cohere2",
+    "gemma4_text",
+    "qwen3_5_text",
+)
 """Families with a part that no other family has. A few combinations of them are tested."""
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.indexer import Indexer
+from shardline.models.linear_attention import LinearAttention
 from shardline.models.mla import MLA
 from shardline.models.parts import Norm, QueryScale, Rope
 from shardline.models.spec import DecoderSpec
@@ -73,9 +74,34 @@ def _attention(
     of layer `index` are added."""
     if isinstance(attention, MLA):
         return _latent_attention(attention, weights, hidden, positions, unseen)
+    if isinstance(attention, LinearAttention):
+        return _linear_attention(attention, weights, hidden)
     assert isinstance(attention, GQA)
     q, caches[index] = _project(attention, weights, hidden, positions, caches)
-    return _grouped_attention(attention, weights, q, *caches[index], positions)
+    return _grouped_attention(attention, weights, hidden, q, *caches[index], positions)
+
+
+def _linear_attention(linear: LinearAttention, weights: Weights, hidden: Tensor) -> Tensor:
+    """Token by token."""
+    heads, each = linear.num_heads, linear.num_value_heads // linear.num_heads
+    inputs = {}
+    for part in "qkv":
+        padded = F.pad(_linear(weights, f"attention.{part}", hidden), (0, 0, linear.conv_width - 1, 0))
+        taps = padded.unfold(0, linear.conv_width, 1)
+        inputs[part] = F.silu((taps * weights[f"attention.{part}_conv.weight"]).sum(-1)).view(len(hidden), heads, -1)
+    q, k = (x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) for x in (inputs["q"], inputs["k"]))
+    v = inputs["v"].view(len(hidden), heads, each, linear.value_head_dim)
+    beta = torch.sigmoid(_linear(weights, "attention.beta", hidden)).view(len(hidden), heads, each, 1)
+    decay = F.softplus(_linear(weights, "attention.decay", hidden) + weights["attention.decay_offset.bias"])
+    decay = torch.exp(-torch.exp(weights["attention.decay_log.bias"]) * decay).view(len(hidden), heads, each, 1, 1)
+    state, out = torch.zeros(heads, each, linear.key_head_dim, linear.value_head_dim), []
+    for token in range(len(hidden)):
+        state = decay[token] * state
+        old = torch.einsum("hk,hekv->hev", k[token], state)
+        state = state + torch.einsum("hk,hev->hekv", k[token], beta[token] * (v[token] - old))
+        out.append(torch.einsum("hk,hekv->hev", q[token] * linear.key_head_dim**-0.5, state))
+    normed = _norm(linear.norm, weights, "attention.norm", torch.stack(out)).flatten(1)
+    return _linear(weights, "attention.o", normed * F.silu(_linear(weights, "attention.z", hidden)))
 
 
 def _not_chosen(mla: MLA, indexer: Indexer, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -133,6 +159,8 @@ def _project(
             gqa.kv_source
         ]
     q, k = (_linear(weights, f"attention.{part}", hidden) for part in "qk")
+    if gqa.projections.output_gate:
+        q = q.view(num_tokens, gqa.num_heads, 2, gqa.head_dim)[:, :, 0].flatten(1)
     if gqa.norms.qk_norm is not None and gqa.norms.norms_all_heads:
         q, k = (_norm(gqa.norms.qk_norm, weights, f"attention.{part}_norm", x) for part, x in (("q", q), ("k", k)))
     q, k = (x.view(num_tokens, -1, gqa.head_dim) for x in (q, k))
@@ -150,7 +178,9 @@ def _project(
     return q, (k, v)
 
 
-def _grouped_attention(gqa: GQA, weights: Weights, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+def _grouped_attention(
+    gqa: GQA, weights: Weights, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
+) -> Tensor:
     num_tokens = len(q)
     distance = positions[:, None] - positions[None, :]
     visible = distance >= 0
@@ -170,7 +200,11 @@ def _grouped_attention(gqa: GQA, weights: Weights, q: Tensor, k: Tensor, v: Tens
             sink = weights["attention.sinks.bias"][head].expand(num_tokens, 1)
             scores = torch.cat([scores, sink], -1)
         heads.append(scores.softmax(-1)[:, :num_tokens] @ v[:, kv_head])
-    return _linear(weights, "attention.o", torch.cat(heads, -1))
+    attended = torch.cat(heads, -1)
+    if gqa.projections.output_gate:
+        gate = _linear(weights, "attention.q", hidden).view(num_tokens, gqa.num_heads, 2, gqa.head_dim)[:, :, 1]
+        attended = attended * torch.sigmoid(gate.flatten(1))
+    return _linear(weights, "attention.o", attended)
 
 
 def _query_factors(scale: QueryScale | None, positions: Tensor) -> Tensor:

@@ -291,11 +291,12 @@ def test_the_fewest_gpus_are_those_of_the_table(gpus: str) -> None:
 
 
 def test_models_that_only_vllm_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_json(capsys, "Qwen/Qwen3.5-35B-A3B", "--gpus", "8xH200", "-tp", "8")
+    name = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+    plan = plan_json(capsys, name, "--gpus", "8xH200", "-tp", "8")
     assert plan["vllm_only"]
     assert plan["computed_by_torch"] == {}
     assert plan["commands"]["shardline"] is None
-    assert plan["commands"]["vllm"].startswith("vllm serve Qwen/Qwen3.5-35B-A3B")
+    assert plan["commands"]["vllm"].startswith(f"vllm serve {name}")
 
 
 def test_ops_that_torch_computes_are_named(capsys: pytest.CaptureFixture[str]) -> None:

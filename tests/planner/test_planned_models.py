@@ -8,6 +8,7 @@ import pytest
 
 from shardline.models.attention import GQA
 from shardline.models.feed_forward import MoE
+from shardline.models.linear_attention import LinearAttention
 from shardline.models.mla import MLA
 from shardline.models.parameters import counted_parameters
 from shardline.models.partition import Span
@@ -17,7 +18,6 @@ from shardline.models.spec import DecoderSpec
 from shardline.models.step_work import attention_work
 from shardline.planner.catalog import find_model
 from shardline.planner.models.parts.compressed import CompressedMQA, cache_rows
-from shardline.planner.models.parts.linear import LinearAttention
 from shardline.planner.planned_model import read_planned
 
 PUBLISHED = {

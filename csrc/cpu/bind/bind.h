@@ -94,6 +94,7 @@ struct GroupedShape {
 void set_grouped_weight(GroupedLinearArgs& args, const GroupedShape& shape, const GroupedTensors& weight);
 
 void bind_attention(nanobind::module_& m);
+void bind_delta_rule(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_grouped(nanobind::module_& m);

@@ -38,15 +38,16 @@ void set_output(NormArgs& args, const Tensor& x, nb::handle out_object) {
 NormArgs norm_args(const Tensor& x, const Tensor& weight, nb::handle out, float eps) {
   const bool heads = x.rank() == 3;  // [num_tokens, num_heads, head_dim]
   if (heads) {
-    x.has_shape({-1, -1, -1});
+    x.has_shape({-1, -1, -1}).has_heads();
   } else {
-    x.has_shape({-1, -1});
+    x.has_shape({-1, -1}).has_rows();
   }
-  x.is_floating().has_rows();
+  x.is_floating();
   NormArgs args = {};
   args.dtype = x.dtype();
   args.x = x.data();
   args.x_stride = x.row_stride();
+  args.head_stride = heads ? x.head_stride() : 0;
   args.rows_per_token = heads ? x.size(1) : 1;
   args.num_rows = x.size(0) * args.rows_per_token;
   args.width = x.size(x.rank() - 1);
@@ -131,6 +132,15 @@ void activation(nb::handle x_object, nb::handle out_object, const std::string& n
   perform([args] { kernels().activation(args); });
 }
 
+void gate_heads(nb::handle x_object, nb::handle gate_object) {
+  const Tensor x(x_object, "x"), gate(gate_object, "gate");
+  x.is_floating().has_shape({-1, -1, -1}).is_contiguous();
+  gate.same_dtype(x).has_shape({x.size(0), x.size(1), x.size(2)}).has_heads();
+  const GateHeadsArgs args = {x.dtype(),          x.data(),  gate.data(), gate.row_stride(),
+                              gate.head_stride(), x.size(0), x.size(1),   x.size(2)};
+  perform([args] { kernels().gate_heads(args); });
+}
+
 }  // namespace
 
 Activation activation_named(const std::string& name) {
@@ -150,6 +160,7 @@ void bind_rowwise(nb::module_& m) {
   m.def("add", &add, "x"_a, "y"_a, "out"_a);
   m.def("scale_rows", &scale_rows, "x"_a, "factors"_a, "positions"_a.none(), "out"_a);
   m.def("activation", &activation, "x"_a, "out"_a, "name"_a, "gated"_a);
+  m.def("gate_heads", &gate_heads, "x"_a, "gate"_a);
 }
 
 }  // namespace shardline

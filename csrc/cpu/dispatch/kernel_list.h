@@ -14,6 +14,7 @@
   KERNEL(void, add, const AddArgs& args) \
   KERNEL(void, rope, const RopeArgs& args) \
   KERNEL(void, scale_rows, const ScaleRowsArgs& args) \
+  KERNEL(void, gate_heads, const GateHeadsArgs& args) \
   KERNEL(void, activation, const ActivationArgs& args) \
   KERNEL(void, paged_attention, const AttentionArgs& args) \
   KERNEL(void, softcap, float* logits, int64_t count, float cap) \
@@ -33,6 +34,7 @@
   KERNEL(void, sum_groups, const SumGroupsArgs& args) \
   KERNEL(void, combine, const CombineArgs& args) \
   KERNEL(void, merge_partials, const MergePartialsArgs& args) \
+  KERNEL(void, delta_rule, const DeltaRuleArgs& args) \
   KERNEL(void, score_keys, const ScoreKeysArgs& args) \
   KERNEL(uint64_t, hash_row, const float* logits, int64_t count) \
   KERNEL(void, quantize_nibbles, const QuantizeNibblesArgs& args) \

@@ -1,5 +1,6 @@
 // Activations, alone or as gates: act(gate) * up. They are computed in fp32. A gated bf16 result is rounded after the
-// activation and again after the product, as in eager torch. Also rows times a factor.
+// activation and again after the product, as in eager torch. Also rows times a
+// factor, and heads times the sigmoid of their gates.
 #include "dispatch/variant.h"
 #include "rowwise/activations.h"
 #include "runtime/thread_pool.h"
@@ -59,7 +60,27 @@ void scale(const ScaleRowsArgs& args) {
   });
 }
 
+template <class T>
+void gate_all_heads(const GateHeadsArgs& args) {
+  const int64_t width = args.num_heads * args.head_dim;
+  parallel_for_if(args.num_tokens * width > kTaskElements, args.num_tokens, [&](int64_t token) {
+    for (int64_t head = 0; head < args.num_heads; ++head) {
+      T* x = static_cast<T*>(args.x) + token * width + head * args.head_dim;
+      const T* gate = static_cast<const T*>(args.gate) + token * args.gate_stride + head * args.gate_head_stride;
+      for (int64_t i = 0; i < args.head_dim; i += kLanes) {
+        F32 factor[1] = {load_n(gate + i, args.head_dim - i)};
+        sigmoid(factor);
+        store_n(x + i, load_n(x + i, args.head_dim - i) * rounded_to<T>(factor[0]), args.head_dim - i);
+      }
+    }
+  });
+}
+
 }  // namespace
+
+void gate_heads(const GateHeadsArgs& args) {
+  args.dtype == DType::kFloat32 ? gate_all_heads<float>(args) : gate_all_heads<bf16>(args);
+}
 
 void scale_rows(const ScaleRowsArgs& args) { args.dtype == DType::kFloat32 ? scale<float>(args) : scale<bf16>(args); }
 

@@ -88,7 +88,7 @@ template <class T, class NormRow>
 void for_each_row(const NormArgs& args, const NormRow& norm_row) {
   parallel_for_if(args.num_rows * args.width > kSmallWork, args.num_rows, [&](int64_t row) {
     const int64_t token = row / args.rows_per_token, head = row % args.rows_per_token;
-    const T* x = static_cast<const T*>(args.x) + token * args.x_stride + head * args.width;
+    const T* x = static_cast<const T*>(args.x) + token * args.x_stride + head * args.head_stride;
     if (args.residual != nullptr) {
       T* summed = static_cast<T*>(args.summed) + row * args.width;
       add_row(x, static_cast<const T*>(args.residual) + row * args.residual_stride, summed, args.width);

@@ -11,8 +11,8 @@ enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu, kClampedSwish 
 
 struct NormArgs {
   DType dtype;
-  const void* x;  // the rows of a token lie together, and tokens are x_stride apart
-  int64_t x_stride, rows_per_token;
+  const void* x;  // the rows of a token are head_stride apart, and tokens x_stride
+  int64_t x_stride, head_stride, rows_per_token;
   const void* residual;  // null: normalise x alone
   int64_t residual_stride;
   void* summed;        // x + residual, contiguous
@@ -46,6 +46,15 @@ struct ScaleRowsArgs {
   void* out;
   int64_t out_stride;
   int64_t num_rows, width;
+};
+
+// x = x * sigmoid(gate), for heads; the sigmoid is rounded before the product, as in eager torch.
+struct GateHeadsArgs {
+  DType dtype;
+  void* x;           // [num_tokens, num_heads, head_dim], contiguous
+  const void* gate;  // the same shape
+  int64_t gate_stride, gate_head_stride;
+  int64_t num_tokens, num_heads, head_dim;
 };
 
 struct ActivationArgs {

@@ -135,11 +135,16 @@ def check_draft(config: EngineConfig, layout: Layout, spec: DecoderSpec, draftin
 
 
 def check_generates(name: str, drafting: DecoderSpec) -> None:
-    """Refuse a draft model that classifies; `name` is it in words.
+    """Refuse a draft model that classifies, or that cannot go back behind a wrong guess; `name` is it in words.
 
     Raises:
-        ValueError: it does.
+        ValueError: it does, or cannot.
     """
+    if drafting.keeps_states:
+        raise ValueError(
+            f"{name} keeps a state for each request, and not that before a wrong guess; use one that has attention in "
+            "all layers"
+        )
     if drafting.num_labels is not None:
         raise ValueError(
             f"{name} classifies (ForSequenceClassification) and cannot guess tokens; use one that generates"

@@ -19,6 +19,7 @@ _SUPPORTED: Mapping[str, str] = {
     "MLA": "",
     "Indexer": "interleaved is_shared",
     "LatentProjections": "q_lora_rank q_norm bias",
+    "LinearAttention": "",
     "Dense": "gated bias silu gelu gelu_tanh relu clamped_swish",
     "MoE": "shared shared_gate own_norms",
     "Routing": "scoring normalized scale num_groups top_groups group_score correction_bias logits_bias",
@@ -43,8 +44,11 @@ _LACKS: Mapping[str, tuple[str, ...]] = {
     "scale of experts' inputs": ("scale_rows",),
     "layers with inputs of their own for each token": (GRAPHS,),
     "attention to chosen tokens": (GRAPHS,),
+    "states of requests": ("delta_rule", GRAPHS),
+    "gated attention": ("gate_heads",),
 }
-"""The kinds of kernels (`kernel_cases.KernelCase.kernel`, and scale_rows) that lack a part, by the part's words."""
+"""The kinds of kernels (`kernel_cases.KernelCase.kernel`, and ops that have no cases) that lack a part, by the part's
+words."""
 
 
 def lacking_kernels(spec: DecoderSpec) -> dict[str, str]:

@@ -190,9 +190,10 @@ def default_host_blocks(
 
 
 def fitting_blocks(rooms: Sequence[int], block_bytes: Sequence[int], most: int, context: int = 1) -> int:
-    """Blocks that fit on every rank, at most `most`. Each rank has a room and a block size in bytes. `context` ranks
-    that share the keys of a request have equally many."""
-    return min(most, *(room // size for room, size in zip(rooms, block_bytes, strict=True))) // context * context
+    """Blocks that fit on every rank, at most `most`. Each rank has a room and a block size in bytes, 0 if its layers
+    store nothing. `context` ranks that share the keys of a request have equally many."""
+    fits = [room // size for room, size in zip(rooms, block_bytes, strict=True) if size]
+    return min(most, *fits) // context * context
 
 
 def check_host_memory(

@@ -45,6 +45,7 @@ from shardline.deployment.layout import Layout, choose_layout
 from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
+from shardline.deployment.request_states import config_for_states, plan_states
 from shardline.deployment.weight_offload import passage_bytes, plan_offload
 from shardline.models.partition import Span
 from shardline.models.parts import DType, KVDType
@@ -87,6 +88,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     spec = model.spec(asked_length if isinstance(asked_length, int) else None)
     if layout.device == "cuda" and layout.kernels != "torch":
         check_gpu_support(spec, only_triton=layout.kernels == "triton")
+    config = config_for_states(config, spec)
     check_length(asked_length, spec)
     embeds = _embeds(config, spec)
     if model.checkpoint is not None:
@@ -121,7 +123,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     adapters = plan_adapters(config, layout, spec, stages, dtype)
     needed = weights
     passage = passage_bytes(layout, offload, own_weights)
-    for more in filter(None, (adapters.num_bytes, () if draft is None else draft.spare_bytes, passage)):
+    states = plan_states(config, layout, machine, spec, stages, dtype, weights)
+    for more in filter(None, (adapters.num_bytes, () if draft is None else draft.spare_bytes, passage, states)):
         needed = tuple(rank + RankWeights(num_bytes, 0) for rank, num_bytes in zip(needed, more, strict=True))
     room = rank_room(config, layout, machine, spec, dtype, needed)
     beside = () if draft is None else draft.block_bytes
@@ -156,7 +159,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
         max_model_len=length,
-        limits=_step_limits(config, layout),
+        limits=_step_limits(config, layout, spec),
         cache=cache,
         adapters=adapters,
         offload=offload,
@@ -234,7 +237,7 @@ def _without_effect(config: EngineConfig) -> list[str]:
     return [f"{flag} has no effect on one node; {fix}" for flag, value in given.items() if value is not None]
 
 
-def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
+def _step_limits(config: EngineConfig, layout: Layout, spec: DecoderSpec) -> StepLimits:
     scheduler = config.scheduler
     limits = StepLimits(
         scheduler.max_num_seqs,
@@ -244,6 +247,11 @@ def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
         # A step of 64 tokens takes a CPU twice as long as of 32; a GPU reads weights for longer than it computes 128.
         32 if layout.device == "cpu" else 128,
     )
+    if limits.drafts and spec.keeps_states:
+        raise ValueError(
+            f"speculative_config: layers of {spec.model_type} keep a state for each request, and not that before a "
+            "wrong guess; leave speculative_config out"
+        )
     if limits.drafts and layout.device == "cuda" and layout.kernels != "torch":
         raise ValueError(
             "speculative_config: the Triton kernels have no drafts yet; leave it out, or use --device cpu, or for the "

@@ -64,6 +64,9 @@ class CommonKernels(Protocol):
     def activation(self, x: Tensor, out: Tensor, name: str, gated: bool, /) -> None:
         """act(x) to out [M, N]; if gated, x is [M, 2N], and out = act(first half) * second half."""
 
+    def gate_heads(self, x: Tensor, gate: Tensor, /) -> None:
+        """Multiplies heads x [T, H, D] by the sigmoid of their gates, in place."""
+
     def apply_rope(self, x: Tensor, positions: Tensor, table: Tensor, interleaved: bool, /) -> None:
         """Rotates heads x [T, H, D] in place, by the table's row of each token's position [T]."""
 
@@ -160,6 +163,27 @@ class CommonKernels(Protocol):
 
     def take_tokens(self, pages: Tensor, slots: Tensor, out: Tensor, word: int, /) -> None:
         """Copies the latents of some slots to pages of 16 tokens."""
+
+    def delta_rule(
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        beta: Tensor,
+        decay: Tensor,
+        conv: Tensor,
+        decay_log: Tensor,
+        decay_offset: Tensor,
+        norm: Tensor,
+        state: Tensor,
+        recent: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        rows: Tensor,
+        out: Tensor,
+        eps: float,
+        /,
+    ) -> None:
+        """The gated delta rule of the sequences' new tokens, which advance their states."""
 
     def expert_up(
         self,

@@ -11,6 +11,7 @@ from typing import ClassVar
 from shardline.models.partition import Span, split_dim, split_heads
 from shardline.models.parts import (
     DTYPE_BYTES,
+    DType,
     KVDType,
     KVPart,
     Norm,
@@ -49,6 +50,8 @@ class Attention(Part, frozen=True, array_like=True):
 
     shares_cache: ClassVar[bool] = False
     """Whether all heads read all that is cached, so that ranks may share one cache."""
+    keeps_state: ClassVar[bool] = False
+    """Whether a request has a state of fixed size, which each of its tokens changes."""
 
     num_heads: int
     """Heads that ranks can share."""
@@ -182,8 +185,8 @@ class Attention(Part, frozen=True, array_like=True):
         flops = 2 * self.multiplications_per_pair / ranks
         yield AttentionWork(self.window, cached_token_bytes(self, ranks, dtype), flops, flops)
 
-    def state_bytes(self, rank: int, ranks: int) -> int:
-        """Bytes of the state of one request on a rank, whatever its length."""
+    def state_bytes(self, rank: int, ranks: int, dtype: DType = "bfloat16") -> int:
+        """Bytes of the state of one request on a rank, whatever its length, for activations of `dtype`."""
         return 0
 
 
@@ -200,7 +203,10 @@ def cached_token_bytes(attention: Attention, ranks: int, dtype: KVDType) -> floa
 class Projections(Trait, frozen=True, array_like=True):
     """The linears of queries, keys, values and of the output."""
 
-    words: ClassVar[Mapping[str, str]] = {"reads_token": "attention to hidden states beside tokens"}
+    words: ClassVar[Mapping[str, str]] = {
+        "reads_token": "attention to hidden states beside tokens",
+        "output_gate": "gated attention",
+    }
 
     num_kv_heads: int
     head_dim: int
@@ -210,6 +216,9 @@ class Projections(Trait, frozen=True, array_like=True):
     """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
     reads_token: bool = False
     """Whether they read 2 * hidden_size elements, see `HeadInput.sources`."""
+    output_gate: bool = False
+    """Whether q has head_dim more rows behind those of each head, whose sigmoid multiplies the head's output
+    (Qwen3.5)."""
 
 
 class HeadNorms(Trait, frozen=True, array_like=True):
@@ -341,8 +350,8 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
 
     @property
     def query_rows(self) -> int:
-        """Rows of the projection of queries."""
-        return self.num_heads * self.head_dim
+        """Rows of the projection of queries, and of the gates of outputs."""
+        return self.num_heads * self.head_dim * (1 + self.projections.output_gate)
 
     def split_heads(self, ranks: int) -> tuple[Span, ...]:
         """See `Attention.split_heads`. Ranks get the query heads of whole KV heads, or share a KV head."""

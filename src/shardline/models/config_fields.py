@@ -56,18 +56,21 @@ def layer_windows(
 
     `window_key` names the window in errors.
     """
+    types = layer_types(config, num_layers, default_types, ("full_attention", windowed))
+    if window is None and windowed in types:
+        raise config.error("layer_types", f"has {windowed}, but {window_key} is not set or not in use")
+    return [window if kind == windowed else None for kind in types]
+
+
+def layer_types(config: HFConfig, num_layers: int, default_types: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+    """The type of each layer, one of `known`: `layer_types`, or `default_types` without this key."""
     types = config.values.get("layer_types")
     types = default_types if types is None else types
     if not isinstance(types, Sequence) or len(types) != num_layers:
         raise config.error("layer_types", f"must name {num_layers} layers (num_hidden_layers), got {types!r:.80}")
-    windows: list[int | None] = []
-    for kind in types:
-        if kind not in ("full_attention", windowed):
-            raise config.error("layer_types", f"has {kind!r}; supported: full_attention, {windowed}")
-        if kind == windowed and window is None:
-            raise config.error("layer_types", f"has {windowed}, but {window_key} is not set or not in use")
-        windows.append(window if kind == windowed else None)
-    return windows
+    if unknown := next((kind for kind in types if kind not in known), None):
+        raise config.error("layer_types", f"has {unknown!r}; supported: {', '.join(known)}")
+    return types
 
 
 def full_every(period: int, num_layers: int) -> list[str]:

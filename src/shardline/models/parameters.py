@@ -26,8 +26,9 @@ A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bi
 `feed_forward.shared_gate.weight` [1, hidden]. If experts compute in a smaller space, `feed_forward.latent_{down,up}`
 lead into it and out of it.
 
-Linear attention has `attention.{qkv,z,beta,decay,o}.weight`, `attention.conv.weight` [channels, width], and per value
-head `attention.{decay_log,decay_offset}.bias`; the norm of its outputs is `attention.norm.weight` [value head]. The
+Linear attention has `attention.{q,k,v,z,beta,decay,o}.weight`, `attention.{q,k,v}_conv.weight` [channels, width], and
+per value head `attention.{decay_log,decay_offset}.bias`; the norm of its outputs is `attention.norm.weight` [value
+head]. If outputs of heads have gates, `attention.q` has the rows of a head's gate behind those of its query. The
 indexer of sparse attention has `attention.indexer_{q,k,weights}.weight` and `attention.indexer_norm.*`. For the
 parameters of compressed attention and of several residual streams see `planner/models/parts/compressed.py`.
 """
@@ -45,12 +46,19 @@ from shardline.weights.base import Role
 
 _WHOLE_NUMBERS = "head_input.token_offsets"
 _IN_FLOAT32 = (
-    *("attention.sinks", "feed_forward.router", "feed_forward.expert_scale", "output_scale"),
+    *(
+        "attention.sinks",
+        "feed_forward.router",
+        "feed_forward.expert_scale",
+        "output_scale",
+        "attention.decay_log",
+        "attention.decay_offset",
+    ),
     _WHOLE_NUMBERS,
 )
 _STREAMS = "_streams"
 _ROLES: dict[str, Role] = {
-    **dict.fromkeys(("attention.q", "attention.q_down", "attention.q_up", "attention.qkv", "attention.o"), "attention"),
+    **dict.fromkeys(("attention.q", "attention.q_down", "attention.q_up", "attention.o"), "attention"),
     **dict.fromkeys(("attention.k", "attention.v", "attention.kv_down"), "key_value"),
     **dict.fromkeys(("feed_forward.down", "feed_forward.shared.down"), "down"),
 }
@@ -103,8 +111,8 @@ def is_linear(name: str) -> bool:
 def is_kept_in_float32(name: str) -> bool:
     """Whether `name` stays in float32 for every dtype.
 
-    These are attention sinks and learned factors, since their kernels read float32, and a router's bias, since it
-    decides between close scores. Mixtures of residual streams and whole numbers stay too.
+    These are attention sinks, learned factors and the decays of linear attention, since their kernels read float32, and
+    a router's bias, since it decides between close scores. Mixtures of residual streams and whole numbers stay too.
     """
     _, part, kind = parse_name(name)
     return (kind == "bias" and part in _IN_FLOAT32) or part.endswith(_STREAMS)

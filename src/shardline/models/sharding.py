@@ -95,9 +95,11 @@ def check_tensor_parallel(spec: DecoderSpec, tensor: int, context: int = 1) -> N
     below = max(n for n in legal if n < size)
     above = min((n for n in legal if n > size), default=None)
     nearest = f"{below}" if above is None else f"{below} or {above}"
-    heads = spec.layers[0].attention
+    heads = min((layer.attention for layer in spec.layers), key=lambda attention: attention.num_heads)
     has_keys = heads.key_dim and not heads.latent_sizes
     kv_heads = f"{heads.num_kv_heads} KV heads" if has_keys else "one latent for all of them"
+    if heads.keeps_state:
+        kv_heads = "a state for each of them"
     raise ValueError(
         f"{asked} does not work for this model: it has {heads.num_heads} attention heads and "
         f"{kv_heads}, and every rank needs at least one attention head; use {nearest}"

@@ -331,10 +331,11 @@ def kv_block_bytes(
     return -(-block_size * sum(depth * size for depth, size in deepest.values()) // len(place.peers("context")))
 
 
-def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> int:
-    """Bytes of the states of one request on the rank at `place`."""
+def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType = "bfloat16") -> int:
+    """Bytes of the states of one request on the rank at `place`, for activations of `dtype`."""
     stage, ranks = stages[place.pp_rank], len(place.peers("tensor"))
-    return sum(layer.attention.state_bytes(place.share, ranks) for layer in spec.layers[stage.start : stage.stop])
+    own = spec.layers[stage.start : stage.stop]
+    return sum(layer.attention.state_bytes(place.share, ranks, dtype) for layer in own)
 
 
 @functools.lru_cache(maxsize=256)

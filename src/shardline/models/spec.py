@@ -14,6 +14,7 @@ import msgspec
 
 from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import FeedForward
+from shardline.models.linear_attention import LinearAttention
 from shardline.models.mla import MLA
 from shardline.models.partition import Span, split_dim
 from shardline.models.parts import Activation, DType, Norm, Parameters, Part, linear_parameters, norm_parameters
@@ -21,7 +22,7 @@ from shardline.models.parts import Activation, DType, Norm, Parameters, Part, li
 if TYPE_CHECKING:
     AnyAttention = Attention
 else:  # what engines send each other; the kinds that only the planner knows never leave it
-    AnyAttention = GQA | MLA
+    AnyAttention = GQA | MLA | LinearAttention
 
 
 class TokenInput(Part, frozen=True, array_like=True):
@@ -238,6 +239,11 @@ class DecoderSpec(Part, frozen=True, array_like=True, cache_hash=True):
         """Number of residual streams. All layers have as many."""
         return self.layers[0].residual_streams
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep a state for each request."""
+        return any(layer.attention.keeps_state for layer in self.layers)
+
 
 class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     """The place of a canonical parameter in a checkpoint.
@@ -258,6 +264,8 @@ class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     """(index, count): the tensor stacks `count` tensors along a first dim, for example those of all experts."""
     columns: tuple[int, int] | None = None
     """(start, count) along the parameter's dim 1; only for tensors that are not transposed."""
+    squeezed: bool = False
+    """Whether the tensor has a dim of 1 behind the first one that the parameter lacks: the weight of a convolution."""
     apart: str = ""
     """The name of the parameter's own tensor in checkpoints whose quantizer took stacked tensors apart: [out, in]."""
 
@@ -270,4 +278,6 @@ class TensorSource(msgspec.Struct, frozen=True, array_like=True):
             shape = (shape[0], sum(self.columns))
         if self.transposed:
             shape = shape[::-1]
+        if self.squeezed:
+            shape = (shape[0], 1, *shape[1:])
         return shape if self.index is None else (self.index[1], *shape)

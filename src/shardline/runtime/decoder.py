@@ -12,6 +12,7 @@ from shardline.runtime.layers.attention import AttentionLayer
 from shardline.runtime.layers.context import TensorChecker, WeightStream
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.kept_output import KeptOutput
+from shardline.runtime.layers.linear_attention import LinearAttentionLayer
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
@@ -33,7 +34,7 @@ class DecoderLayer:
     """The layer of the model whose pages this layer reads: itself, or an earlier one."""
     narrows: bool
     """Whether it stores the last keys and values that are read, so that only some rows go on."""
-    attention: AttentionLayer | LatentAttentionLayer
+    attention: AttentionLayer | LatentAttentionLayer | LinearAttentionLayer
     feed_forward: DenseFeedForward | MoEFeedForward
     parallel: bool
     """Whether both blocks read the same input."""
@@ -122,7 +123,10 @@ class DecoderStage:
         return self.token_inputs.add_to(step, hidden if self.is_first else None)
 
     def keep_memory(self, max_seqs: int) -> None:
-        """Allocate the memory that decode steps of up to `max_seqs` sequences share."""
+        """Allocate the memory that decode steps of up to `max_seqs` sequences share, and for the states of as many."""
+        for layer in self.layers:
+            if isinstance(layer.attention, LinearAttentionLayer):
+                layer.attention.keep_states(max_seqs)
         if self.token_inputs is not None:
             self.token_inputs.keep_memory(max_seqs)
         if self.kept is not None:

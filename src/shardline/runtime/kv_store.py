@@ -65,7 +65,7 @@ class KVStore:
                 bound[index] = slots[-1]
             self._pages.append([pages for slot in _own_slots(slots, ranks) for pages in slot])
         for layer in layers:
-            layer.attention.bind_cache(*bound[layer.storing])
+            layer.attention.bind_cache(*bound.get(layer.storing, ()))
         self.num_bytes = self._allocated
         if ranks.kv_pool is not None:
             assert self._allocated == len(ranks.kv_pool), "the segment was cut for this pool"

@@ -11,6 +11,7 @@ from shardline.kernels.tensors import InputForm
 from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import Dense, FeedForward, MoE
 from shardline.models.kv_groups import last_storing_layer, storing_layer
+from shardline.models.linear_attention import LinearAttention
 from shardline.models.mla import MLA
 from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
@@ -22,6 +23,7 @@ from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.context_parallel import SharedAttentionLayer, SharedLatentLayer
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.kept_output import KeptOutput
+from shardline.runtime.layers.linear_attention import LinearAttentionLayer
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
@@ -30,11 +32,13 @@ from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
 from shardline.runtime.layers.vocabulary import Classifier
 from shardline.runtime.ops.attention.rope import RotaryTables
 
-_ATTENTION: Mapping[type[Attention], Callable[..., AttentionLayer | LatentAttentionLayer]] = {
+_MakeLayer = Callable[..., AttentionLayer | LatentAttentionLayer | LinearAttentionLayer]
+_ATTENTION: Mapping[type[Attention], _MakeLayer] = {
     GQA: AttentionLayer,
     MLA: LatentAttentionLayer,
+    LinearAttention: LinearAttentionLayer,
 }
-_SHARED_ATTENTION: Mapping[type[Attention], Callable[..., AttentionLayer | LatentAttentionLayer]] = {
+_SHARED_ATTENTION: Mapping[type[Attention], _MakeLayer] = {
     GQA: SharedAttentionLayer,
     MLA: SharedLatentLayer,
 }
@@ -95,10 +99,10 @@ def _build_layer(loader: LayerLoader, index: int, tables: RotaryTables, place: i
     stage = loader.stage
     name, spec = f"layers.{index}", stage.spec.layers[index]
     storing = storing_layer(stage.spec, index)
-    kv_group = next(g for g, group in enumerate(stage.kv_groups) if storing in group.layers)
+    kv_group = next((g for g, group in enumerate(stage.kv_groups) if storing in group.layers), 0)
     kinds = _SHARED_ATTENTION if stage.context_group.size > 1 else _ATTENTION
     make_attention = kinds[type(spec.attention)]
-    if isinstance(spec.attention, MLA) and spec.attention.indexer is not None:
+    if spec.attention.num_chosen:
         make_attention = SparseLatentLayer
     attention = make_attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
     feed_forward = _FEED_FORWARD[type(spec.feed_forward)](loader, f"{name}.feed_forward", spec.feed_forward)

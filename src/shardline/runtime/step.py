@@ -71,6 +71,8 @@ class Rows:
     """Whether an adapter of a row has factors of outputs (DoRA)."""
     adapts_experts: bool = False
     """Whether an adapter of a row changes experts."""
+    states: Tensor | None = None
+    """[num_seqs] int32: the row of each sequence's state. None: the model keeps no states, or the table is narrowed."""
     shared: tuple[SharedRows, ...] | None = None
     """One for each KV group, if ranks share the keys of a request; else None."""
 

@@ -98,6 +98,7 @@ class Worker:
             block_size=deployment.cache.block_size,
             hidden_size=deployment.spec.hidden_size,
             dtype=getattr(torch, deployment.dtype),
+            keeps_states=deployment.spec.keeps_states,
             share=share_keys(deployment, context.rank, context.size) if context.size > 1 else None,
         )
 

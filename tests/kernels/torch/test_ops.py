@@ -21,6 +21,7 @@ from shardline.weights.base import weight_format
 from tests.runtime.ops import test_activation, test_low_rank, test_norm, test_output_factors, test_scale
 from tests.runtime.ops.attention import (
     test_chosen_keys,
+    test_delta_rule,
     test_kv_cache,
     test_latent,
     test_linear_heads,
@@ -64,6 +65,11 @@ TESTS: dict[Any, tuple[str, ...]] = {
         "a_row_chooses_alike_in_every_batch",
         "of_equal_scores_the_earlier_token_is_chosen",
         "a_product_that_is_no_number_counts_as_zero",
+    ),
+    test_delta_rule: (
+        "matches_reference",
+        "a_sequence_notices_neither_steps_nor_neighbours",
+        "heads_do_not_notice_each_other",
     ),
     test_paged: (
         "matches_reference",

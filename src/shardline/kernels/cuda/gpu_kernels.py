@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,6 +129,12 @@ class CudaKernels(RowKernels):
 
     def take_tokens(self, pages: Tensor, slots: Tensor, out: Tensor, word: int) -> None:
         self.stand_ins.take_tokens(pages, slots, out, word)
+
+    def delta_rule(self, *arguments: Any) -> None:
+        self.stand_ins.delta_rule(*arguments)
+
+    def gate_heads(self, x: Tensor, gate: Tensor) -> None:
+        self.stand_ins.gate_heads(x, gate)
 
     @staticmethod
     def mla_partials(*arguments: object) -> None:

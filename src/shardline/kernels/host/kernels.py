@@ -36,6 +36,8 @@ class HostKernels(Fp8PanelKernels):
     merge_partials = staticmethod(_cpu.merge_partials)
     linear_heads = staticmethod(_cpu.linear_heads)
     choose_keys = staticmethod(_cpu.choose_keys)
+    delta_rule = staticmethod(_cpu.delta_rule)
+    gate_heads = staticmethod(_cpu.gate_heads)
     take_tokens = staticmethod(_cpu.take_tokens)
     expert_up = staticmethod(_cpu.expert_up)
     expert_down = staticmethod(_cpu.expert_down)

@@ -9,6 +9,7 @@ from shardline.kernels.pages import PageOrder
 from shardline.kernels.torch import elementwise, experts, sampling
 from shardline.kernels.torch.attention import AttentionKernels
 from shardline.kernels.torch.chosen_keys import choose_keys, take_tokens
+from shardline.kernels.torch.delta_rule import delta_rule, gate_heads
 from shardline.kernels.torch.low_rank import LowRankKernels
 
 
@@ -34,6 +35,8 @@ class TorchKernels(LowRankKernels, AttentionKernels):
     logprobs = staticmethod(sampling.logprobs)
 
     take_tokens = staticmethod(take_tokens)
+    delta_rule = staticmethod(delta_rule)
+    gate_heads = staticmethod(gate_heads)
 
     def choose_keys(self, *arguments: Tensor) -> None:
         choose_keys(*arguments, exact=self.is_exact)

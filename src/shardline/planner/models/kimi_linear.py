@@ -18,19 +18,19 @@ from shardline.models.deepseek_like import (
 )
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.hf_config import HFConfig
+from shardline.models.linear_attention import LinearAttention
 from shardline.models.llama_like import checkpoint_keys, decoder
 from shardline.models.parts import Norm, Rope
 from shardline.models.spec import DecoderSpec, Layer
 from shardline.planner.models.parts.latent_moe import PlannedMoE
-from shardline.planner.models.parts.linear import LinearAttention
 
 _KEYS: Mapping[str, str] = {
     **DEEPSEEK_LAYER_KEYS,
-    "attention.qkv": "self_attn.q_proj",
+    **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkv"},
     "attention.z": "self_attn.g_proj",
     "attention.beta": "self_attn.b_proj",
     "attention.decay": "self_attn.f_a_proj",
-    "attention.conv": "self_attn.q_conv1d",
+    **{f"attention.{part}_conv": f"self_attn.{part}_conv1d" for part in "qkv"},
     "attention.decay_log": "self_attn.A_log",
     "attention.decay_offset": "self_attn.dt_bias",
     "attention.norm": "self_attn.o_norm",
@@ -56,7 +56,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
     linear = hf.section("linear_attn_config")
     heads, head_dim = linear.integer("num_heads"), linear.integer("head_dim")
-    delta = LinearAttention(heads, heads, head_dim, head_dim, linear.integer("short_conv_kernel_size", 4))
+    delta = LinearAttention(heads, heads, head_dim, head_dim, linear.integer("short_conv_kernel_size", 4), norm)
     rope = Rope((0.0,) * (hf.integer("qk_rope_head_dim", 64) // 2))
     latent = latent_attention(hf, dims.num_heads, rope, norm, None)
     dense = Dense(dims.intermediate_size, "silu")

@@ -15,21 +15,20 @@ from shardline.models.config_fields import Defaults, read_dims
 from shardline.models.deepseek_like import group_routing
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
+from shardline.models.linear_attention import LinearAttention
 from shardline.models.llama_like import decoder
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.parts import Norm
 from shardline.models.spec import DecoderSpec, Layer, TensorSource
 from shardline.planner.models.parts.latent_moe import PlannedMoE
-from shardline.planner.models.parts.linear import LinearAttention
 
 _LETTERS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _MODEL_KEYS = {"embed": "backbone.embeddings", "final_norm": "backbone.norm_f", "lm_head": "lm_head"}
 _MIXER_KEYS: Mapping[str, str] = {
-    "attention.qkv": "in_proj",
     "attention.z": "in_proj",
     "attention.beta": "in_proj",
     "attention.decay": "in_proj",
-    "attention.conv": "conv1d",
+    **{f"attention.{part}_conv": "conv1d" for part in "qkv"},
     "attention.decay_log": "A_log",
     "attention.decay_offset": "dt_bias",
     "attention.norm": "norm",
@@ -55,6 +54,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layers for multi-token prediction are left out."""
     head_dim = hf.optional_integer("head_dim", None) or hf.integer("attention_head_dim", 128)
     dims = read_dims(hf.with_values(head_dim=head_dim), _DEFAULTS)
+    norm = Norm("rms", hf.number("layer_norm_epsilon", 1e-5))
     mixers: Mapping[str, Attention] = {
         "mamba": LinearAttention(
             num_heads=hf.integer("n_groups", 8),
@@ -62,11 +62,11 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
             key_head_dim=hf.integer("ssm_state_size", 128),
             value_head_dim=hf.integer("mamba_head_dim", 64),
             conv_width=hf.integer("conv_kernel", 4),
+            norm=norm,
         ),
         "attention": GQA(dims.num_heads, Projections(dims.num_kv_heads, dims.head_dim), Score(dims.head_dim**-0.5)),
     }
     pairs = _paired(hf, _blocks(hf))
-    norm = Norm("rms", hf.number("layer_norm_epsilon", 1e-5))
 
     @cache
     def layer(mixer: str, follower: str) -> Layer:
@@ -126,8 +126,11 @@ def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
     if part == "feed_forward.router" and kind == "bias":
         return TensorSource(f"backbone.layers.{block}.mixer.gate.e_score_correction_bias")
     expert = expert_of(part)
+    is_mamba = not spec.layers[layer].attention.key_dim
     if part == "attention.o":
-        key = "out_proj" if not spec.layers[layer].attention.key_dim else "o_proj"
+        key = "out_proj" if is_mamba else "o_proj"
+    elif is_mamba and part in ("attention.q", "attention.k", "attention.v"):
+        key = "in_proj"
     elif expert is None:
         key = _MIXER_KEYS[part]
     else:

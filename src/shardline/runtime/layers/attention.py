@@ -15,6 +15,7 @@ from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.heads_norm import AllHeadsNorm
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import NormLayer
+from shardline.runtime.ops.activation import gate_heads
 from shardline.runtime.ops.attention.paged import paged_attention
 from shardline.runtime.ops.attention.rope import RotaryTables, apply_rope, query_factors
 from shardline.runtime.ops.norm import rms_norm
@@ -44,12 +45,13 @@ class AttentionLayer:
         self._kernels = loader.stage.kernels
         self._reads_only, self._reads_token = spec.kv_source is not None, spec.projections.reads_token
         self._head_dim, self._window = spec.head_dim, spec.window
+        self._has_gate = spec.projections.output_gate
         parts = ["q", "k"] if spec.projections.value_is_key else ["q", "k", "v"]
         self.parts = ["q"] if self._reads_only else parts
         self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in self.parts], spec.projections.qkv_bias)
         self.num_heads = self.count_heads(self.qkv.widths)
         """Number of local heads of queries, keys and values."""
-        head_widths = [span.size for span in loader.stage.spans(f"{name}.q.weight")]
+        head_widths = [span.size // (1 + self._has_gate) for span in loader.stage.spans(f"{name}.q.weight")]
         self.output = ClosingLinear(loader, f"{name}.o", head_widths, spec.projections.output_bias)
         self.q_norm: NormLayer | AllHeadsNorm | None = None
         self.k_norm: NormLayer | AllHeadsNorm | None = None
@@ -73,6 +75,7 @@ class AttentionLayer:
     def count_heads(self, widths: Sequence[int]) -> list[int]:
         """Numbers of heads of queries, keys and values, for the columns of their projections on a rank."""
         num_heads = [width // self._head_dim for width in widths]
+        num_heads[0] //= 1 + self._has_gate
         return [*num_heads, num_heads[1]] if self.spec.projections.value_is_key and not self._reads_only else num_heads
 
     @property
@@ -93,10 +96,16 @@ class AttentionLayer:
             assert rows.token_inputs is not None
             x = rows.token_inputs
         assert self.pages is not None
-        query = self.store_in(self.qkv(x, rows), self.num_heads, self.pages, rows)
+        qkv = self.qkv(x, rows)
+        query = self.store_in(qkv, self.num_heads, self.pages, rows)
         if left is not rows:
             query = left.take(query)
-        return self.output(self.attend(query, left), left)
+        attended = self.attend(query, left)
+        if self._has_gate:
+            gate = qkv[:, : self.qkv.widths[0]].view(len(qkv), -1, self._head_dim)[:, 1::2]
+            gate = gate if left is rows else left.take(gate)
+            gate_heads(self._kernels, attended.view(gate.shape), gate)
+        return self.output(attended, left)
 
     def store_in(self, qkv: Tensor, num_heads: Sequence[int], pages: KVPages, rows: Rows) -> Tensor:
         """Normalise and rotate qkv [T, columns], and store keys and values, for the heads of any rank: `num_heads` of
@@ -138,8 +147,10 @@ class AttentionLayer:
         """Queries, keys and values [T, heads, head_dim] of qkv [T, columns]; the first two normalised."""
         num_tokens, head_dim = len(qkv), self._head_dim
         if not self.spec.norms.norms_all_heads:
-            counts = num_heads[: len(self.parts)]
-            q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), list(counts), dim=1)
+            counts = list(num_heads[: len(self.parts)])
+            counts[0] *= 1 + self._has_gate
+            q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), counts, dim=1)
+            q = q[:, ::2] if self._has_gate else q
             v = k if self.spec.projections.value_is_key else values[0]
             if self.spec.norms.value_norm is not None:
                 v = rms_norm(self._kernels, v, self._ones, self.spec.norms.value_norm.eps)

@@ -206,6 +206,8 @@ def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: tor
 
     `tensor` has no dim of experts: it is that of the source's index.
     """
+    if source.squeezed:
+        tensor = tensor.squeeze(1)
     if source.transposed:
         tensor = tensor.T
     if source.rows is not None:

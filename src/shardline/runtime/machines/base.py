@@ -60,6 +60,8 @@ class StepSizes:
     block_size: int
     hidden_size: int
     dtype: torch.dtype
+    keeps_states: bool = False
+    """Whether layers keep a state for each sequence, in its row of the SequenceTable."""
     share: KeyShare | None = None
     """Which keys this rank has; None: all of them."""
 

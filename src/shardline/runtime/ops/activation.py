@@ -32,6 +32,12 @@ def gated_activation(kernels: Kernels, gate_up: Tensor, name: ActivationName) ->
     return out
 
 
+def gate_heads(kernels: Kernels, x: Tensor, gate: Tensor) -> None:
+    """x [T, H, D] *= sigmoid(gate [T, H, D]), whose heads may be strided. Rounded after the sigmoid and after the
+    product, as eager models do."""
+    kernels.gate_heads(x, gate)
+
+
 def activation_reference(x: Tensor, name: ActivationName) -> Tensor:
     exact = x.double()
     if name == "silu":

@@ -24,8 +24,6 @@ class PlannedIndexer(Indexer, frozen=True, array_like=True):
 class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
     """Grouped-query attention with parts that only the planner knows."""
 
-    output_gate: bool = False
-    """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5)."""
     value_size: int | None = None
     """Elements of a value head; None: as many as of a key head (other in MiMo-V2)."""
     indexer: PlannedIndexer | None = None
@@ -35,11 +33,6 @@ class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
     def value_head_dim(self) -> int:
         """Elements of a value head."""
         return self.head_dim if self.value_size is None else self.value_size
-
-    @property
-    def query_rows(self) -> int:
-        """Rows of the projection of queries."""
-        return super().query_rows * (1 + self.output_gate)
 
     @property
     def num_launches(self) -> int:

@@ -141,7 +141,7 @@ def _tensors(rows: Rows) -> list[Tensor]:
     """All tensors of a table without `token_inputs`."""
     tables = [tables.contiguous() for tables in rows.block_tables]
     own = [rows.positions, rows.query_starts, rows.context_lens, *tables, *rows.slots]
-    optional = [] if rows.places is None else [rows.places]
+    optional = [part for part in (rows.places, rows.states) if part is not None]
     return [*own, *optional, *(rows.scored or ()), *([] if rows.narrowed is None else _tensors(rows.narrowed))]
 
 
@@ -155,6 +155,7 @@ def _from_copies(rows: Rows, copies: Iterator[Tensor]) -> Rows:
         slots=tuple(next(copies) for _ in rows.slots),
         replicas=rows.replicas,
         places=None if rows.places is None else next(copies),
+        states=None if rows.states is None else next(copies),
         scored=None if rows.scored is None else ScoredRows(*(next(copies) for _ in rows.scored)),
         narrowed=None if rows.narrowed is None else _from_copies(rows.narrowed, copies),
     )

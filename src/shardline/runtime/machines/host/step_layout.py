@@ -34,6 +34,7 @@ class StepLayout:
         self._num_kv_groups = sizes.num_kv_groups
         self._block_size = sizes.block_size
         self._max_seqs = sizes.max_seqs if reuses_memory else 0
+        self._keeps_states = sizes.keeps_states
         self._sharing: StepSharing | None = None
         if sizes.share is not None:
             self._sharing = StepSharing(sizes.share, sizes.num_kv_groups, self._max_seqs)
@@ -61,6 +62,8 @@ class StepLayout:
         rows = step.rows
         _cpu.lay_out_tokens(starts, lengths, rows.positions, rows.query_starts, rows.context_lens)
         places = [sequence.row for sequence in sequences]
+        if rows.states is not None:
+            rows.states.numpy()[:] = places
         for table, tables, slots in zip(self._table.tensors, rows.block_tables, rows.slots, strict=True):
             _cpu.lay_out_blocks(table, places, starts, lengths, self._block_size, tables, slots)
         if self._sharing is not None:
@@ -97,6 +100,7 @@ class StepLayout:
             block_tables=tuple(torch.zeros(num_seqs, num_blocks, dtype=torch.int32) for _ in groups),
             slots=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in groups),
             replicas=replicas,
+            states=torch.empty(num_seqs, dtype=torch.int32) if self._keeps_states else None,
         )
         return torch.empty(num_tokens, dtype=torch.int64), rows
 
@@ -122,6 +126,7 @@ def _decode_step(
         block_tables=tuple(tables[:num_seqs] for tables in table.block_tables),
         slots=tuple(slots[:num_tokens] for slots in table.slots),
         replicas=replica_tokens,
+        states=None if table.states is None else table.states[:num_seqs],
     )
     rows = _as_sampled(rows, replica_samples)
     if samples_last:
