@@ -233,6 +233,9 @@ class StepLimits(msgspec.Struct, frozen=True):
     """The most tokens of one prompt in a step; 0: as many as there are."""
     least_prefill_share: int = 128
     """A pipeline does not cut prompts finer than this to keep its stages busy, since tinier steps are not shorter."""
+    keeps_states: bool = False
+    """Whether ranks have a state for each of `max_num_seqs` sequences, also for those that leave with steps in
+    flight."""
 
     @property
     def drafts(self) -> bool:

@@ -246,6 +246,7 @@ def _step_limits(config: EngineConfig, layout: Layout, spec: DecoderSpec) -> Ste
         scheduler.long_prefill_token_threshold,
         # A step of 64 tokens takes a CPU twice as long as of 32; a GPU reads weights for longer than it computes 128.
         32 if layout.device == "cpu" else 128,
+        spec.keeps_states,
     )
     if limits.drafts and spec.keeps_states:
         raise ValueError(

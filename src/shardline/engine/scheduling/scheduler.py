@@ -98,6 +98,7 @@ class Scheduler:
         # The budget has a token for every running sequence, so a decode never waits for another one.
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
+        self._keeps_states = limits.keeps_states
         proposer = proposer or make_proposer(limits.speculation)
         self.drafting = None if proposer is None else Drafting(proposer)
         """None: nothing has been drafted yet."""
@@ -292,7 +293,8 @@ class Scheduler:
             most = 1 if generated and self.last_token_known else builder.budget
             builder.place_prefill(sequence, most)
         while builder.budget > 0 and not builder.has_preempted:
-            if len(queues.running) + len(queues.fetching) >= self.max_running:
+            leaving = len(queues.draining) if self._keeps_states else 0
+            if len(queues.running) + len(queues.fetching) + leaving >= self.max_running:
                 return
             sequence_or_none = waiting.peek()
             if sequence_or_none is None or not builder.start(sequence_or_none):
