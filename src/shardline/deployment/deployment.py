@@ -297,6 +297,9 @@ class Deployment(msgspec.Struct, frozen=True):
     limits: StepLimits
     cache: CachePlan
     adapters: AdapterPlan
+    state_bytes: tuple[int, ...]
+    """Bytes on each rank of an engine for the states of all requests that may run at once; empty: the model keeps
+    none."""
 
     host_models: tuple[ModelSource, ...]
     """For each host, the model as its files lie there; empty: they lie at the same places on all hosts."""

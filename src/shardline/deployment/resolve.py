@@ -162,6 +162,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         limits=_step_limits(config, layout, spec),
         cache=cache,
         adapters=adapters,
+        state_bytes=states,
         offload=offload,
         expert_balancing=parallel.expert_balancing,
         host_models=(),

@@ -51,6 +51,9 @@ def startup_report(
         lines += [f"rank {report.rank}: {fallback}" for fallback in report.fallbacks]
         if report.memory is not None and isinstance(cache.pool, MeasuredPool):
             lines.append(f"rank {report.rank} memory: {explain(report.memory, cache.pool.share)}")
+    if deployment.state_bytes:
+        most, each = deployment.limits.max_num_seqs, ", ".join(map(format_bytes, deployment.state_bytes))
+        lines.append(f"states of {most} requests beside the KV cache, each of any length: {each} (--max-num-seqs)")
     lines += _pipeline_lines(deployment)
     lines += _draft_lines(deployment, allocation)
     concurrency = max_concurrency(deployment, allocation)

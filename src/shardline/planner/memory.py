@@ -260,10 +260,10 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
 
 
 def _rank_bytes(deployment: Deployment) -> tuple[int, int]:
-    """Bytes of the (weights, largest step) of the rank with the most."""
+    """Bytes of the (weights, largest step and states) of the rank with the most."""
     limits = deployment.limits
     step = step_bytes(deployment.spec, deployment.dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
-    return max(rank.num_bytes for rank in deployment.weights), step
+    return max(rank.num_bytes for rank in deployment.weights), step + max(deployment.state_bytes, default=0)
 
 
 def weights_note(fitted: Fit) -> str:

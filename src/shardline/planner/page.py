@@ -212,9 +212,10 @@ def _memory_lines(plan: Plan, option: Option) -> list[Text]:
     per_token, is_gpu = memory["kv_bytes_per_token"], not plan.cluster.is_shared
     tokens = "" if per_token is None else f"   {fitted.kv_tokens:,} tokens of {per_token / 1e3:,.1f} kB"
     note = f"   --gpu-memory-utilization {plan.demand.utilization:g}" * is_gpu
+    has_states = plan.model.spec.keeps_states and option.layout.engine == "shardline"
     rows = (
         ("weights", fitted.weight_bytes, weights_note(fitted)),
-        ("step and libraries", fitted.other_bytes, ""),
+        ("step and libraries", fitted.other_bytes, "   and states of requests" * has_states),
         *([("LoRA adapters", lora[0], f"   {lora[1]}")] if (lora := fitted.lora_memory)[0] else []),
         ("KV cache", fitted.kv_bytes, tokens if fitted.kv_bytes >= 0 else "   so much is missing"),
         ("unused", memory["unused_bytes"], note),
