@@ -274,6 +274,24 @@ def delta_rule(
     out: Tensor,
     eps: float,
 ) -> None: ...
+def mamba(
+    qkv: Tensor,
+    gate: Tensor,
+    step: Tensor,
+    conv: Tensor,
+    conv_bias: Tensor | None,
+    decay_log: Tensor,
+    step_offset: Tensor,
+    skip: Tensor,
+    norm: Tensor,
+    state: Tensor,
+    recent: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    eps: float,
+) -> None: ...
 def write_latent(
     latent: Tensor, rope_key: Tensor, cache: Tensor, rope_cache: Tensor | None, scales: Tensor | None, slots: Tensor
 ) -> None: ...

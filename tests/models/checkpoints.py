@@ -90,6 +90,7 @@ _GLM = {
     "n_shared_experts": 2,
     "use_qk_norm": True,
 }
+_NEMOTRON_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _GEMMA_4_KINDS = {"s": "sliding_attention", "f": "full_attention"}
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SHAPE),
@@ -135,6 +136,25 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe_text": (
         "Qwen3_5MoeTextConfig",
         {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 48},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{key: value for key, value in _SHAPE.items() if key not in ("num_hidden_layers", "rms_norm_eps")},
+            "layer_norm_epsilon": 1e-3,
+            "layers_block_type": [_NEMOTRON_KINDS[letter] for letter in "ME*-MM-*E"],
+            "head_dim": 24,
+            "ssm_state_size": 20,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "n_groups": 4,
+            "conv_kernel": 3,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.7,
+        },
     ),
     "gpt_oss": (
         "GptOssConfig",
@@ -254,6 +274,7 @@ OWN_PARTS = (
     "cohere2",
     "gemma4_text",
     "qwen3_5_text",
+    "nemotron_h",
 )
 """Families with a part that no other family has. A few combinations of them are tested."""
 
@@ -353,6 +374,7 @@ VARIANTS: dict[str, Variant] = {
             },
         },
     ),
+    "nemotron_h-latent": Variant("nemotron_h", {"moe_latent_size": 36, "use_conv_bias": False}),
     "phi3-window": Variant("phi3", {"sliding_window": 7}),
     "phi3-longrope-short": Variant("phi3", _LONGROPE, 30),
     "phi3-longrope-long": Variant("phi3", _LONGROPE, 48),

@@ -13,6 +13,7 @@ from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import Dense, MoE, Routing
 from shardline.models.indexer import Indexer
 from shardline.models.linear_attention import LinearAttention
+from shardline.models.mamba import Mamba2
 from shardline.models.mla import MLA
 from shardline.models.parts import Norm, QueryScale, Rope
 from shardline.models.spec import DecoderSpec
@@ -74,6 +75,8 @@ def _attention(
     of layer `index` are added."""
     if isinstance(attention, MLA):
         return _latent_attention(attention, weights, hidden, positions, unseen)
+    if isinstance(attention, Mamba2):
+        return _mamba(attention, weights, hidden)
     if isinstance(attention, LinearAttention):
         return _linear_attention(attention, weights, hidden)
     assert isinstance(attention, GQA)
@@ -81,14 +84,39 @@ def _attention(
     return _grouped_attention(attention, weights, hidden, q, *caches[index], positions)
 
 
-def _linear_attention(linear: LinearAttention, weights: Weights, hidden: Tensor) -> Tensor:
-    """Token by token."""
-    heads, each = linear.num_heads, linear.num_value_heads // linear.num_heads
+def _convolved(linear: LinearAttention, weights: Weights, hidden: Tensor) -> dict[str, Tensor]:
+    """Queries, keys and values [num_tokens, key heads, ..]."""
     inputs = {}
     for part in "qkv":
         padded = F.pad(_linear(weights, f"attention.{part}", hidden), (0, 0, linear.conv_width - 1, 0))
-        taps = padded.unfold(0, linear.conv_width, 1)
-        inputs[part] = F.silu((taps * weights[f"attention.{part}_conv.weight"]).sum(-1)).view(len(hidden), heads, -1)
+        taps = padded.unfold(0, linear.conv_width, 1) * weights[f"attention.{part}_conv.weight"]
+        total = taps.sum(-1) + weights.get(f"attention.{part}_conv.bias", 0.0)
+        inputs[part] = F.silu(total).view(len(hidden), linear.num_heads, -1)
+    return inputs
+
+
+def _mamba(mamba: Mamba2, weights: Weights, hidden: Tensor) -> Tensor:
+    """Token by token."""
+    groups, each = mamba.num_heads, mamba.num_value_heads // mamba.num_heads
+    inputs = _convolved(mamba, weights, hidden)
+    x = inputs["v"].view(len(hidden), groups, each, mamba.value_head_dim)
+    step = F.softplus(_linear(weights, "attention.decay", hidden) + weights["attention.decay_offset.bias"])
+    decay = torch.exp(-torch.exp(weights["attention.decay_log.bias"]) * step).view(len(hidden), groups, each, 1, 1)
+    step = step.view(len(hidden), groups, each, 1)
+    state, out = torch.zeros(groups, each, mamba.key_head_dim, mamba.value_head_dim), []
+    for token in range(len(hidden)):
+        state = decay[token] * state + torch.einsum("gk,gev->gekv", inputs["k"][token], step[token] * x[token])
+        out.append(torch.einsum("gk,gekv->gev", inputs["q"][token], state))
+    total = torch.stack(out) + weights["attention.skip.bias"].view(groups, each, 1) * x
+    gated = (total.flatten(1) * F.silu(_linear(weights, "attention.z", hidden))).view(len(hidden), groups, -1)
+    normed = gated / torch.sqrt(gated.pow(2).mean(-1, keepdim=True) + mamba.norm.eps)
+    return _linear(weights, "attention.o", normed.flatten(1) * weights["attention.norm.weight"])
+
+
+def _linear_attention(linear: LinearAttention, weights: Weights, hidden: Tensor) -> Tensor:
+    """Token by token."""
+    heads, each = linear.num_heads, linear.num_value_heads // linear.num_heads
+    inputs = _convolved(linear, weights, hidden)
     q, k = (x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) for x in (inputs["q"], inputs["k"]))
     v = inputs["v"].view(len(hidden), heads, each, linear.value_head_dim)
     beta = torch.sigmoid(_linear(weights, "attention.beta", hidden)).view(len(hidden), heads, each, 1)
@@ -229,6 +257,8 @@ def _rotate(rope: Rope, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _feed_forward(feed_forward: Dense | MoE, weights: Weights, hidden: Tensor, stream: Tensor) -> Tensor:
+    if isinstance(feed_forward, Dense) and not feed_forward.intermediate_size:
+        return torch.zeros_like(hidden)
     if isinstance(feed_forward, Dense):
         return _dense(feed_forward, weights, hidden)
     moe = feed_forward
@@ -238,7 +268,11 @@ def _feed_forward(feed_forward: Dense | MoE, weights: Weights, hidden: Tensor, s
         routed_input = _norm(norm, weights, "router_norm", stream)
         experts = _experts(moe, weights, _norm(norm, weights, "experts_norm", stream), routed_input)
         return beside + _norm(norm, weights, "experts_output_norm", experts)
-    output = _experts(moe, weights, hidden, hidden)
+    if moe.latent is None:
+        output = _experts(moe, weights, hidden, hidden)
+    else:
+        latent = hidden @ weights["latent_down.weight"].T
+        output = _experts(moe, weights, latent, hidden) @ weights["latent_up.weight"].T
     if moe.shared is not None:
         gate = torch.sigmoid(hidden @ weights["shared_gate.weight"].T) if moe.shared_gate else 1.0
         output = output + gate * _dense(moe.shared, _below(weights, "shared."), hidden)
@@ -281,6 +315,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 

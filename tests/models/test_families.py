@@ -110,7 +110,7 @@ def test_random_shapes(family_name: str, seed: int, tmp_path: Path) -> None:
             shape["head_dim"] *= 2  # half of it is rotated
         if family_name == "minimax_m2":
             shape["rotary_dim"] = 4
-    if family_name == "gemma4_text" or family_name.startswith("qwen3_5"):
+    if family_name in ("gemma4_text", "nemotron_h") or family_name.startswith("qwen3_5"):
         del shape["num_hidden_layers"]  # its kinds of layers are listed
     if family_name.startswith("qwen3_5"):
         shape |= {
@@ -144,7 +144,7 @@ def _assert_same_as_transformers(folder: Path, prompt_len: int) -> None:
     )
     # In float64, so that the order of torch's sums, which depends on the machine, does not matter.
     with torch.no_grad():
-        expected = model.double()(token_ids[None]).logits[0]
+        expected = model.double()(token_ids[None]).logits[0].double()  # some models round logits
         actual = forward(spec, {name: weight.double() for name, weight in weights.items()}, token_ids)
     assert expected.std() > 0.1
     # But transformers computes linear attention in float32.

@@ -291,7 +291,7 @@ def test_the_fewest_gpus_are_those_of_the_table(gpus: str) -> None:
 
 
 def test_models_that_only_vllm_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    name = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+    name = "XiaomiMiMo/MiMo-V2-Flash"
     plan = plan_json(capsys, name, "--gpus", "8xH200", "-tp", "8")
     assert plan["vllm_only"]
     assert plan["computed_by_torch"] == {}

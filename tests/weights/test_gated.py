@@ -14,7 +14,7 @@ from shardline.weights.formats import plain
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 FORMATS = ["plain", "int8", "int8_fast", "int4_fast"]
-NAMES: list[Activation] = ["silu", "gelu_tanh", "gelu", "relu"]
+NAMES: list[Activation] = ["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 
 
 def two_ops(x: Tensor, gate: Tensor, up: Tensor, name: Activation) -> Tensor:

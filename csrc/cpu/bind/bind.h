@@ -94,12 +94,12 @@ struct GroupedShape {
 void set_grouped_weight(GroupedLinearArgs& args, const GroupedShape& shape, const GroupedTensors& weight);
 
 void bind_attention(nanobind::module_& m);
-void bind_delta_rule(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_grouped(nanobind::module_& m);
 void bind_groups(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
+void bind_linear_attention(nanobind::module_& m);
 void bind_links(nanobind::module_& m);
 void bind_low_rank(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);

@@ -30,12 +30,12 @@ NB_MODULE(_cpu, m) {
   m.def("note_work", &note_work);
   m.def("start_pulse", &start_pulse, "fd"_a);
   bind_attention(m);
-  bind_delta_rule(m);
   bind_experts(m);
   bind_gemm(m);
   bind_grouped(m);
   bind_groups(m);
   bind_kv_cache(m);
+  bind_linear_attention(m);
   bind_links(m);
   bind_low_rank(m);
   bind_memory(m);

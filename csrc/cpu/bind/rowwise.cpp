@@ -148,8 +148,9 @@ Activation activation_named(const std::string& name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "gelu") return Activation::kGelu;
   if (name == "relu") return Activation::kRelu;
+  if (name == "relu2") return Activation::kRelu2;
   if (name == "clamped_swish") return Activation::kClampedSwish;
-  raise_value_error("unknown activation '" + name + "'; known: silu, gelu_tanh, gelu, relu");
+  raise_value_error("unknown activation '" + name + "'; known: silu, gelu_tanh, gelu, relu, relu2");
 }
 
 void bind_rowwise(nb::module_& m) {

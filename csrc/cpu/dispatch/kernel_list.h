@@ -34,7 +34,7 @@
   KERNEL(void, sum_groups, const SumGroupsArgs& args) \
   KERNEL(void, combine, const CombineArgs& args) \
   KERNEL(void, merge_partials, const MergePartialsArgs& args) \
-  KERNEL(void, delta_rule, const DeltaRuleArgs& args) \
+  KERNEL(void, linear_attention, const LinearAttentionArgs& args) \
   KERNEL(void, score_keys, const ScoreKeysArgs& args) \
   KERNEL(uint64_t, hash_row, const float* logits, int64_t count) \
   KERNEL(void, quantize_nibbles, const QuantizeNibblesArgs& args) \

@@ -4,7 +4,7 @@
 #include "adapters/low_rank_args.h"
 #include "attention/attention_args.h"
 #include "attention/choose_keys_args.h"
-#include "attention/delta_rule_args.h"
+#include "attention/linear_attention_args.h"
 #include "dispatch/kernel_list.h"
 #include "gemm/gemm_args.h"
 #include "moe/combine_args.h"

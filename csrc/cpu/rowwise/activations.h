@@ -47,6 +47,15 @@ struct Relu {
   }
 };
 
+// max(x, 0)^2
+struct Relu2 {
+  template <int kCount>
+  static void apply(F32 (&x)[kCount]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) x[i] = x[i] < 0.0f ? F32{} : x[i] * x[i];
+  }
+};
+
 // gpt-oss: x = min(x, 7), then x * sigmoid(1.702 x). It also changes what it multiplies, see `multiplier`.
 struct ClampedSwish {
   template <int kCount>
@@ -82,6 +91,7 @@ void with_activation(Activation activation, const Body& body) {
     case Activation::kGeluTanh: return body(GeluTanh());
     case Activation::kGelu: return body(Gelu());
     case Activation::kRelu: return body(Relu());
+    case Activation::kRelu2: return body(Relu2());
     case Activation::kClampedSwish: return body(ClampedSwish());
   }
 }

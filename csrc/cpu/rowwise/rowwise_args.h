@@ -7,7 +7,7 @@
 
 namespace shardline {
 
-enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu, kClampedSwish };
+enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu, kRelu2, kClampedSwish };
 
 struct NormArgs {
   DType dtype;

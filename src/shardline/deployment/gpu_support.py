@@ -20,8 +20,9 @@ _SUPPORTED: Mapping[str, str] = {
     "Indexer": "interleaved is_shared",
     "LatentProjections": "q_lora_rank q_norm bias",
     "LinearAttention": "",
-    "Dense": "gated bias silu gelu gelu_tanh relu clamped_swish",
-    "MoE": "shared shared_gate own_norms",
+    "Mamba2": "conv_bias",
+    "Dense": "gated bias silu gelu gelu_tanh relu relu2 clamped_swish",
+    "MoE": "shared shared_gate own_norms latent",
     "Routing": "scoring normalized scale num_groups top_groups group_score correction_bias logits_bias",
     "Norm": "weight_offset bias rounds_once",
     "Rope": "attention_scaling interleaved",
@@ -44,7 +45,7 @@ _LACKS: Mapping[str, tuple[str, ...]] = {
     "scale of experts' inputs": ("scale_rows",),
     "layers with inputs of their own for each token": (GRAPHS,),
     "attention to chosen tokens": (GRAPHS,),
-    "states of requests": ("delta_rule", GRAPHS),
+    "states of requests": ("linear_attention", GRAPHS),
     "gated attention": ("gate_heads",),
 }
 """The kinds of kernels (`kernel_cases.KernelCase.kernel`, and ops that have no cases) that lack a part, by the part's

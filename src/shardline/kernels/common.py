@@ -185,6 +185,28 @@ class CommonKernels(Protocol):
     ) -> None:
         """The gated delta rule of the sequences' new tokens, which advance their states."""
 
+    def mamba(
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        step: Tensor,
+        conv: Tensor,
+        conv_bias: Tensor | None,
+        decay_log: Tensor,
+        step_offset: Tensor,
+        skip: Tensor,
+        norm: Tensor,
+        state: Tensor,
+        recent: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        rows: Tensor,
+        out: Tensor,
+        eps: float,
+        /,
+    ) -> None:
+        """Mamba-2 of the sequences' new tokens, which advance their states."""
+
     def expert_up(
         self,
         x: Tensor,

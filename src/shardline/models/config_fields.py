@@ -19,6 +19,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 MAX_LAYERS = 1 << 12
 """Many more than any model has. A damaged configuration may state any number, and each layer takes memory."""

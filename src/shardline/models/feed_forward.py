@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
@@ -88,8 +89,8 @@ class Dense(Part, frozen=True, array_like=True, tag=True):
 
     @property
     def narrowest(self) -> int:
-        """The smallest intermediate size."""
-        return self.intermediate_size
+        """The smallest intermediate size; of no block, the largest number."""
+        return self.intermediate_size or sys.maxsize
 
     @property
     def projected_size(self) -> int:
@@ -107,7 +108,8 @@ class Dense(Part, frozen=True, array_like=True, tag=True):
 
     def parameters(self, hidden_size: int, num_experts: int | None = None) -> Parameters:
         """The parameters, of the first `num_experts` experts only, see `models.parameters`."""
-        yield from self.linears("feed_forward", hidden_size)
+        if self.intermediate_size:
+            yield from self.linears("feed_forward", hidden_size)
 
     def linears(self, name: str, hidden_size: int) -> Parameters:
         """The parameters of the linears, with names below `name`."""
@@ -132,7 +134,10 @@ class Dense(Part, frozen=True, array_like=True, tag=True):
 class MoE(Part, frozen=True, array_like=True, tag=True):
     """Mixture of experts: the sum of weight * expert(x) over a token's chosen experts, plus the shared block."""
 
-    words: ClassVar[Mapping[str, str]] = {"own_norms": "experts beside a dense block"}
+    words: ClassVar[Mapping[str, str]] = {
+        "own_norms": "experts beside a dense block",
+        "latent": "experts in a smaller space",
+    }
 
     routing: Routing
     expert: Dense
@@ -143,6 +148,9 @@ class MoE(Part, frozen=True, array_like=True, tag=True):
     own_norms: Norm | None = None
     """The router and the experts read norms of their own of the residual stream, and the outputs of the experts and of
     the shared block are normalised before they are added (Gemma 4)."""
+    latent: int | None = None
+    """Elements of the inputs and outputs of experts, with projections into that space and out of it (Nemotron 3); None:
+    as many as the residual stream has."""
 
     def special_needs(self) -> Iterator[tuple[str, str]]:
         """See `Part.special_needs`."""
@@ -169,7 +177,7 @@ class MoE(Part, frozen=True, array_like=True, tag=True):
     @property
     def num_launches(self) -> int:
         """See `Dense.num_launches`."""
-        return 9
+        return 9 + 2 * (self.latent is not None)
 
     def gathered(self, hidden_size: int) -> tuple[int, int]:
         """See `Dense.gathered`."""
@@ -191,17 +199,22 @@ class MoE(Part, frozen=True, array_like=True, tag=True):
             yield from linear_parameters("feed_forward.shared_gate", 1, hidden_size)
 
     def expert_parameters(self, hidden_size: int, num_experts: int) -> Parameters:
-        """The parameters of the first `num_experts` experts."""
+        """The parameters of the first `num_experts` experts, and of the projections around them."""
+        if self.latent is not None:
+            yield from linear_parameters("feed_forward.latent_down", self.latent, hidden_size)
+            yield from linear_parameters("feed_forward.latent_up", hidden_size, self.latent)
         for expert in range(num_experts):
             yield from self.expert.linears(f"feed_forward.experts.{expert}", self.expert_width(hidden_size))
 
     def expert_width(self, hidden_size: int) -> int:
         """See `Dense.expert_width`."""
-        return hidden_size
+        return hidden_size if self.latent is None else self.latent
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
-        """See `Dense.split`. Every rank has the router, its factors and the gate of the shared block."""
-        if part.removeprefix("feed_forward.") in ("router", "router_logits", "expert_scale", "shared_gate"):
+        """See `Dense.split`. Every rank has the router, its factors, the gate of the shared block, and the projections
+        around experts."""
+        whole = ("router", "router_logits", "expert_scale", "shared_gate", "latent_down", "latent_up")
+        if part.removeprefix("feed_forward.") in whole:
             return None
         name, _, linear = part.rpartition(".")
         block = self.shared if name == "feed_forward.shared" else None

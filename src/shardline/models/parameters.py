@@ -28,8 +28,9 @@ lead into it and out of it.
 
 Linear attention has `attention.{q,k,v,z,beta,decay,o}.weight`, `attention.{q,k,v}_conv.weight` [channels, width], and
 per value head `attention.{decay_log,decay_offset}.bias`; the norm of its outputs is `attention.norm.weight` [value
-head]. If outputs of heads have gates, `attention.q` has the rows of a head's gate behind those of its query. The
-indexer of sparse attention has `attention.indexer_{q,k,weights}.weight` and `attention.indexer_norm.*`. For the
+head]. Mamba-2 has no beta, but perhaps `attention.{q,k,v}_conv.bias`, and `attention.skip.bias` per head; its norm is
+[heads * head]. If outputs of heads have gates, `attention.q` has the rows of a head's gate behind those of its query.
+The indexer of sparse attention has `attention.indexer_{q,k,weights}.weight` and `attention.indexer_norm.*`. For the
 parameters of compressed attention and of several residual streams see `planner/models/parts/compressed.py`.
 """
 
@@ -53,6 +54,7 @@ _IN_FLOAT32 = (
         "output_scale",
         "attention.decay_log",
         "attention.decay_offset",
+        "attention.skip",
     ),
     _WHOLE_NUMBERS,
 )

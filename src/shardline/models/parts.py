@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import FieldInfo, replace
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swish"]
-"""clamped_swish is gpt-oss's gate: (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) for g = min(gate, 7)."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
+"""relu2 is max(x, 0)^2. clamped_swish is gpt-oss's gate:
+(clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) for g = min(gate, 7)."""
 DType = Literal["float32", "bfloat16", "float16"]
 KVDType = DType | Literal["int8", "float8_e4m3fn"]
 """Types of the KV cache. One-byte types have a float32 scale for each token and head (latents: for each token)."""

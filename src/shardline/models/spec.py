@@ -15,6 +15,7 @@ import msgspec
 from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import FeedForward
 from shardline.models.linear_attention import LinearAttention
+from shardline.models.mamba import Mamba2
 from shardline.models.mla import MLA
 from shardline.models.partition import Span, split_dim
 from shardline.models.parts import Activation, DType, Norm, Parameters, Part, linear_parameters, norm_parameters
@@ -22,7 +23,7 @@ from shardline.models.parts import Activation, DType, Norm, Parameters, Part, li
 if TYPE_CHECKING:
     AnyAttention = Attention
 else:  # what engines send each other; the kinds that only the planner knows never leave it
-    AnyAttention = GQA | MLA | LinearAttention
+    AnyAttention = GQA | MLA | LinearAttention | Mamba2
 
 
 class TokenInput(Part, frozen=True, array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -10,9 +11,9 @@ from shardline.kernels.contract import Kernels
 from shardline.kernels.tensors import as_tensor
 from shardline.runtime.layers.attention import AttentionLayer
 from shardline.runtime.layers.context import TensorChecker, WeightStream
-from shardline.runtime.layers.feed_forward import DenseFeedForward
+from shardline.runtime.layers.feed_forward import DenseFeedForward, NoFeedForward
 from shardline.runtime.layers.kept_output import KeptOutput
-from shardline.runtime.layers.linear_attention import LinearAttentionLayer
+from shardline.runtime.layers.linear_attention import StateLayer
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
@@ -34,8 +35,8 @@ class DecoderLayer:
     """The layer of the model whose pages this layer reads: itself, or an earlier one."""
     narrows: bool
     """Whether it stores the last keys and values that are read, so that only some rows go on."""
-    attention: AttentionLayer | LatentAttentionLayer | LinearAttentionLayer
-    feed_forward: DenseFeedForward | MoEFeedForward
+    attention: AttentionLayer | LatentAttentionLayer | StateLayer[Any]
+    feed_forward: DenseFeedForward | MoEFeedForward | NoFeedForward
     parallel: bool
     """Whether both blocks read the same input."""
     attention_norm: InputNorm | NoNorm
@@ -54,6 +55,8 @@ class DecoderLayer:
             hidden = left.take(hidden)
         delta = self.attention(normed, rows, left)
         delta = self._finish_block(delta, self.post_attention_norm)
+        if isinstance(self.feed_forward, NoFeedForward):
+            return hidden, delta, left
         if self.parallel:
             if left is not rows:
                 normed = left.take(as_tensor(normed))
@@ -125,7 +128,7 @@ class DecoderStage:
     def keep_memory(self, max_seqs: int) -> None:
         """Allocate the memory that decode steps of up to `max_seqs` sequences share, and for the states of as many."""
         for layer in self.layers:
-            if isinstance(layer.attention, LinearAttentionLayer):
+            if isinstance(layer.attention, StateLayer):
                 layer.attention.keep_states(max_seqs)
         if self.token_inputs is not None:
             self.token_inputs.keep_memory(max_seqs)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.step import Rows
 
 
@@ -17,7 +18,7 @@ def run_empty_step(stage: DecoderStage, replica_tokens: tuple[int, ...], replica
         if stage.stream is not None:
             stage.stream.acquire(index)
         rows = layer.rows_left(rows)
-        if layer.feed_forward.meets_replicas:
+        if isinstance(layer.feed_forward, MoEFeedForward):
             layer.feed_forward(stage.nothing, rows, stage.nothing)
         if stage.stream is not None:
             stage.stream.release(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from shardline.models.attention import GQA, Attention
 from shardline.models.feed_forward import Dense, FeedForward, MoE
 from shardline.models.kv_groups import last_storing_layer, storing_layer
 from shardline.models.linear_attention import LinearAttention
+from shardline.models.mamba import Mamba2
 from shardline.models.mla import MLA
 from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
@@ -21,9 +23,9 @@ from shardline.runtime.layers.adapted_vocabulary import make_embedding, make_lm_
 from shardline.runtime.layers.attention import AttentionLayer
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.context_parallel import SharedAttentionLayer, SharedLatentLayer
-from shardline.runtime.layers.feed_forward import DenseFeedForward
+from shardline.runtime.layers.feed_forward import DenseFeedForward, NoFeedForward
 from shardline.runtime.layers.kept_output import KeptOutput
-from shardline.runtime.layers.linear_attention import LinearAttentionLayer
+from shardline.runtime.layers.linear_attention import DeltaRuleLayer, MambaLayer, StateLayer
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
@@ -32,11 +34,12 @@ from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
 from shardline.runtime.layers.vocabulary import Classifier
 from shardline.runtime.ops.attention.rope import RotaryTables
 
-_MakeLayer = Callable[..., AttentionLayer | LatentAttentionLayer | LinearAttentionLayer]
+_MakeLayer = Callable[..., AttentionLayer | LatentAttentionLayer | StateLayer[Any]]
 _ATTENTION: Mapping[type[Attention], _MakeLayer] = {
     GQA: AttentionLayer,
     MLA: LatentAttentionLayer,
-    LinearAttention: LinearAttentionLayer,
+    LinearAttention: DeltaRuleLayer,
+    Mamba2: MambaLayer,
 }
 _SHARED_ATTENTION: Mapping[type[Attention], _MakeLayer] = {
     GQA: SharedAttentionLayer,
@@ -105,7 +108,9 @@ def _build_layer(loader: LayerLoader, index: int, tables: RotaryTables, place: i
     if spec.attention.num_chosen:
         make_attention = SparseLatentLayer
     attention = make_attention(loader, f"{name}.attention", spec.attention, tables, kv_group)
-    feed_forward = _FEED_FORWARD[type(spec.feed_forward)](loader, f"{name}.feed_forward", spec.feed_forward)
+    feed_forward: DenseFeedForward | MoEFeedForward | NoFeedForward = NoFeedForward()
+    if spec.feed_forward.block.intermediate_size:
+        feed_forward = _FEED_FORWARD[type(spec.feed_forward)](loader, f"{name}.feed_forward", spec.feed_forward)
 
     def input_norm(part: str, norm: Norm | None, form: InputForm) -> InputNorm | NoNorm:
         return NoNorm(loader) if norm is None else InputNorm(loader, f"{name}.{part}", norm, input_form=form)

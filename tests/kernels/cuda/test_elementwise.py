@@ -59,7 +59,7 @@ def test_add(rng):
     assert_same_bits(out, x + y)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu", "clamped_swish"])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped_swish"])
 def test_activation(rng, name):
     gate_up = 4 * randn(3, 2 * 1100, rng=rng)
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, -9.0, 0.0])

@@ -46,7 +46,7 @@ def test_a_row_and_a_column_do_not_depend_on_their_neighbours_or_the_tile(rng):
         assert_same_bits(out, whole)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu", "clamped_swish"])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped_swish"])
 @pytest.mark.parametrize(("rows", "width", "depth", "with_bias"), [(1, 70, 32, False), (70, 33, 100, True)])
 def test_gated_products_have_the_bits_of_a_product_and_its_activation(rng, name, rows, width, depth, with_bias):
     x, weight = randn(rows, depth, rng=rng), randn(2 * width, depth, rng=rng)

@@ -21,7 +21,7 @@ from shardline.kernels.host.kernels import HostKernels
 from shardline.models.parts import Activation
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.layers import attention, mla
-from shardline.runtime.layers.linear_attention import LinearAttentionLayer
+from shardline.runtime.layers.linear_attention import StateLayer
 from shardline.runtime.machines.base import Backend, StepSizes
 from shardline.runtime.machines.cuda.graphs import PaddedStep
 from shardline.runtime.machines.cuda.step_inputs import DeviceCounters, Uploader
@@ -199,7 +199,7 @@ def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, family):
     options: dict[str, object] = {"kv_cache_dtype": "fp8"}
     worker = load(tmp_path, options)
     cached = worker.stage.layers[0].attention
-    assert not isinstance(cached, LinearAttentionLayer)
+    assert not isinstance(cached, StateLayer)
     stored = cached._cache if isinstance(cached, mla.LatentAttentionLayer) else cached.pages
     assert isinstance(stored, tuple)
     assert stored[0].dtype == torch.float8_e4m3fn

@@ -25,6 +25,7 @@ from tests.runtime.ops.attention import (
     test_kv_cache,
     test_latent,
     test_linear_heads,
+    test_mamba,
     test_paged,
     test_partials,
     test_rope,
@@ -70,6 +71,11 @@ TESTS: dict[Any, tuple[str, ...]] = {
         "matches_reference",
         "a_sequence_notices_neither_steps_nor_neighbours",
         "heads_do_not_notice_each_other",
+    ),
+    test_mamba: (
+        "matches_reference",
+        "a_sequence_notices_neither_steps_nor_neighbours",
+        "groups_do_not_notice_each_other",
     ),
     test_paged: (
         "matches_reference",

@@ -12,7 +12,7 @@ from shardline.runtime.ops.activation import (
 from shardline.runtime.ops.sampling.softcap import softcap_, softcap_reference
 from tests.runtime.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
-NAMES = ["silu", "gelu_tanh", "gelu", "relu", "clamped_swish"]
+NAMES = ["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped_swish"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -133,6 +133,9 @@ class CudaKernels(RowKernels):
     def delta_rule(self, *arguments: Any) -> None:
         self.stand_ins.delta_rule(*arguments)
 
+    def mamba(self, *arguments: Any) -> None:
+        self.stand_ins.mamba(*arguments)
+
     def gate_heads(self, x: Tensor, gate: Tensor) -> None:
         self.stand_ins.gate_heads(x, gate)
 

@@ -38,6 +38,7 @@ class HostKernels(Fp8PanelKernels):
     choose_keys = staticmethod(_cpu.choose_keys)
     delta_rule = staticmethod(_cpu.delta_rule)
     gate_heads = staticmethod(_cpu.gate_heads)
+    mamba = staticmethod(_cpu.mamba)
     take_tokens = staticmethod(_cpu.take_tokens)
     expert_up = staticmethod(_cpu.expert_up)
     expert_down = staticmethod(_cpu.expert_down)

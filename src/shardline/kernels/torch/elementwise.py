@@ -106,6 +106,8 @@ def _activate(x: Tensor, name: str) -> Tensor:
         return gate / (1 + torch.exp(-1.702 * gate))
     if name == "relu":
         return x.clamp(min=0.0)
+    if name == "relu2":
+        return x.clamp(min=0.0).square()
     if name == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel
         inner = x * (x * x * 0.044715 + 1)
         return x / (1 + torch.exp(inner * (-2 * math.sqrt(2 / math.pi))))

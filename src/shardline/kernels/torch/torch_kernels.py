@@ -9,7 +9,7 @@ from shardline.kernels.pages import PageOrder
 from shardline.kernels.torch import elementwise, experts, sampling
 from shardline.kernels.torch.attention import AttentionKernels
 from shardline.kernels.torch.chosen_keys import choose_keys, take_tokens
-from shardline.kernels.torch.delta_rule import delta_rule, gate_heads
+from shardline.kernels.torch.linear_attention import delta_rule, gate_heads, mamba
 from shardline.kernels.torch.low_rank import LowRankKernels
 
 
@@ -37,6 +37,7 @@ class TorchKernels(LowRankKernels, AttentionKernels):
     take_tokens = staticmethod(take_tokens)
     delta_rule = staticmethod(delta_rule)
     gate_heads = staticmethod(gate_heads)
+    mamba = staticmethod(mamba)
 
     def choose_keys(self, *arguments: Tensor) -> None:
         choose_keys(*arguments, exact=self.is_exact)

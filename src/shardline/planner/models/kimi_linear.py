@@ -22,7 +22,6 @@ from shardline.models.linear_attention import LinearAttention
 from shardline.models.llama_like import checkpoint_keys, decoder
 from shardline.models.parts import Norm, Rope
 from shardline.models.spec import DecoderSpec, Layer
-from shardline.planner.models.parts.latent_moe import PlannedMoE
 
 _KEYS: Mapping[str, str] = {
     **DEEPSEEK_LAYER_KEYS,
@@ -83,9 +82,7 @@ def _experts(hf: HFConfig) -> MoE:
     )
     expert = Dense(hf.integer("moe_intermediate_size"), "silu")
     shared = shared_experts(expert, hf.integer("num_shared_experts", 1, minimum=0))
-    if (latent := hf.optional_integer("routed_expert_hidden_size", None)) is None:
-        return MoE(routing, expert, shared)
-    return PlannedMoE(routing, expert, shared, latent=latent)
+    return MoE(routing, expert, shared, latent=hf.optional_integer("routed_expert_hidden_size", None))
 
 
 tensor_source = checkpoint_keys(_KEYS)

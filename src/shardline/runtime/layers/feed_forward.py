@@ -15,9 +15,6 @@ from shardline.runtime.step import Rows
 class DenseFeedForward:
     """x [T, hidden] -> [T, hidden]."""
 
-    meets_replicas = False
-    """No rank of another replica takes part."""
-
     def __init__(self, loader: LayerLoader, name: str, spec: Dense) -> None:
         self.inner: GatedColumnLinear | ActivatedLinear
         if spec.gated:
@@ -39,6 +36,12 @@ class DenseFeedForward:
     def compute_columns(self, x: LinearInput, rows: Rows) -> Tensor:
         """This rank's columns of the output, [T, local hidden]; exact numerics only."""
         return self.down.compute_columns(self.inner(x, rows), rows)
+
+
+class NoFeedForward:
+    """Nothing follows the attention in the layer."""
+
+    input_form: InputForm = "tensor"
 
 
 class ActivatedLinear:

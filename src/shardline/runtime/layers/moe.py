@@ -218,13 +218,26 @@ class DenseBeside:
         return add(self._kernels, self._dense_output_norm(self._dense(x, rows)), self._experts_output_norm(routed))
 
 
+class LatentSpace:
+    """The projections into the space in which experts compute, and out of it (`MoE.latent`). Each rank has all of both,
+    so that no more is exchanged than without them."""
+
+    def __init__(self, loader: LayerLoader, name: str, shared: DenseFeedForward | None) -> None:
+        self._kernels = loader.stage.kernels
+        self._shared = shared
+        self.down, self._up = (loader.pack_linear(f"{name}.latent_{part}") for part in ("down", "up"))
+
+    def add_outputs(self, x: Tensor, routed: Tensor, rows: Rows) -> Tensor:
+        """The sum of the outputs of the shared block, which reads x [T, hidden], and of the experts [T, latent]."""
+        output = self._up(routed)
+        return output if self._shared is None else add(self._kernels, output, self._shared(x, rows))
+
+
 class MoEFeedForward:
     """x [T, hidden] -> [T, hidden]; input and output are whole on every rank."""
 
     input_form: InputForm = "tensor"
     """The router reads unquantized rows."""
-    meets_replicas = True
-    """Ranks of other replicas may take part, so it runs in steps without a token too."""
 
     def __init__(self, loader: LayerLoader, name: str, spec: MoE) -> None:
         stage = loader.stage
@@ -256,8 +269,13 @@ class MoEFeedForward:
         if spec.own_norms is not None:
             assert self._shared is not None
             self._beside, self._shared = DenseBeside(loader, name, spec.own_norms, self._shared), None
+        self._latent: LatentSpace | None = None
+        if spec.latent is not None:
+            self._latent, self._shared = LatentSpace(loader, name, self._shared), None
         self._inner_widths = [span.size for span in split_dim(spec.expert.intermediate_size, stage.group.size)]
-        self._output_widths = [span.size for span in split_dim(stage.spec.hidden_size, stage.group.size)]
+        self._output_widths = [
+            span.size for span in split_dim(spec.expert_width(stage.spec.hidden_size), stage.group.size)
+        ]
 
     def read_experts(self, changes: Sequence[tuple[int, int]]) -> list[tuple[int, ExpertWeights]]:
         """The experts of the (place, expert) in `changes` that come to this rank, with their indices on it.
@@ -285,6 +303,8 @@ class MoEFeedForward:
     def __call__(self, x: LinearInput, rows: Rows, hidden: Tensor) -> Tensor:
         """`hidden` [T, hidden]: the residual stream; x is its norm."""
         assert isinstance(x, Tensor)
+        if self._latent is not None:
+            return self._latent.add_outputs(x, self._run_experts(self._latent.down(x), x, rows), rows)
         if self._beside is None:
             return self._run_experts(x, x, rows)
         router_input, expert_input = self._beside.expert_inputs(hidden)

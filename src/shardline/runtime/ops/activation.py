@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardline.kernels.contract import Kernels
 
-ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swish"]
+ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped_swish"]
 """gelu is the exact one (erf); gelu_tanh is also known as gelu_new and gelu_pytorch_tanh. For clamped_swish see
 `models.spec.Activation`."""
 
@@ -47,6 +47,8 @@ def activation_reference(x: Tensor, name: ActivationName) -> Tensor:
         y = gate * torch.sigmoid(1.702 * gate)
     elif name == "relu":
         y = exact.relu()
+    elif name == "relu2":
+        y = exact.relu() ** 2
     elif name == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel
         y = exact * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3))
     else:  # (1 + erf(u)) / 2 = erfc(-u) / 2

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from shardline.runtime.ops.attention.delta_rule import (
     DeltaInputs,
-    DeltaRows,
-    DeltaStates,
     DeltaWeights,
     delta_rule,
     delta_rule_reference,
 )
+from shardline.runtime.ops.attention.sequence_states import SequenceRows, SequenceStates
 from tests.runtime.ops.helpers import KERNELS
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -55,10 +54,10 @@ def make_inputs(shape: Shape, num_tokens: int, dtype: torch.dtype) -> DeltaInput
     return DeltaInputs(*torch.split(columns[:, 3:], widths, dim=1))
 
 
-def make_states(shape: Shape, dtype: torch.dtype) -> DeltaStates:
+def make_states(shape: Shape, dtype: torch.dtype) -> SequenceStates:
     """Memory holds anything at first."""
     state = torch.full((ROWS, shape.value_heads, shape.key_dim, shape.value_dim), torch.nan)
-    return DeltaStates(state, torch.full((ROWS, shape.taps - 1, shape.channels), torch.nan, dtype=dtype))
+    return SequenceStates(state, torch.full((ROWS, shape.taps - 1, shape.channels), torch.nan, dtype=dtype))
 
 
 def run(
@@ -66,13 +65,13 @@ def run(
     before: list[int],
     places: list[int],
     weights: DeltaWeights,
-    states: DeltaStates,
+    states: SequenceStates,
 ) -> list[Tensor]:
     """The outputs of sequences that have so many tokens before these, in one step."""
     lens = [len(x.qkv) for x in inputs]
     starts = torch.tensor([0, *lens]).cumsum(0).int()
     context = torch.tensor([count + own for count, own in zip(before, lens, strict=True)], dtype=torch.int32)
-    rows = DeltaRows(starts, context, torch.tensor(places, dtype=torch.int32))
+    rows = SequenceRows(starts, context, torch.tensor(places, dtype=torch.int32))
     x = DeltaInputs(*(torch.cat(parts) for parts in zip(*inputs, strict=True)))
     return list(torch.split(delta_rule(KERNELS, x, weights, states, rows, EPS), lens))
 
@@ -82,7 +81,7 @@ def run(
 def test_matches_reference(shape: Shape, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     weights, states, x = make_weights(shape, dtype), make_states(shape, dtype), make_inputs(shape, 37, dtype)
-    rows = DeltaRows(*(torch.tensor(part, dtype=torch.int32) for part in ([0, 37], [37], [4])))
+    rows = SequenceRows(*(torch.tensor(part, dtype=torch.int32) for part in ([0, 37], [37], [4])))
     found = delta_rule(KERNELS, x, weights, states, rows, EPS)
     expected = delta_rule_reference(x, weights, (shape.key_dim, shape.value_dim), EPS)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2

@@ -35,6 +35,8 @@ def activate(x, NAME: tl.constexpr):
     elif NAME == "clamped_swish":
         gate = tl.where(x > 7.0, 7.0, x)
         y = gate * tl.div_rn(one, 1.0 + tl.exp(-1.702 * gate))
+    elif NAME == "relu2":
+        y = tl.where(x < 0.0, 0.0, x * x)
     else:
         y = tl.where(x < 0.0, 0.0, x)
     return y

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardline.kernels.contract import Kernels
+from shardline.runtime.ops.attention.sequence_states import SequenceRows, SequenceStates
 
 _KEY_EPS = 1e-6
 """Of the lengths of keys and queries. It is fixed in the models' own code."""
@@ -40,28 +41,8 @@ class DeltaWeights(NamedTuple):
     """[value dim]"""
 
 
-class DeltaStates(NamedTuple):
-    """The states of sequences, each in its row; uninitialised where none is."""
-
-    state: Tensor
-    """[rows, value heads, key dim, value dim] float32."""
-    recent: Tensor
-    """[rows, taps - 1, channels]: what the convolution sees of the last tokens, in the activations' dtype."""
-
-
-class DeltaRows(NamedTuple):
-    """The sequences of a step, all int32."""
-
-    query_starts: Tensor
-    """[num_seqs + 1]: the first row of each."""
-    context_lens: Tensor
-    """[num_seqs]: its tokens, the new ones included. If all are new, its state begins as zero."""
-    places: Tensor
-    """[num_seqs]: the row of its state."""
-
-
 def delta_rule(
-    kernels: Kernels, x: DeltaInputs, weights: DeltaWeights, states: DeltaStates, rows: DeltaRows, eps: float
+    kernels: Kernels, x: DeltaInputs, weights: DeltaWeights, states: SequenceStates, rows: SequenceRows, eps: float
 ) -> Tensor:
     """[T, value heads * value dim], and the states of the sequences advance.
 
