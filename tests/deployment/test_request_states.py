@@ -40,11 +40,11 @@ def test_prefixes_are_not_cached(model: str) -> None:
         ),
         (
             {"kv_offloading_size": 1.0},
-            "enable_prefix_caching switches off for qwen3_5_text, whose layers keep a state for each request",
+            "prefixes, and qwen3_5_text, whose layers keep a state for each request, has none: leave it out",
         ),
         (
             {"kv_events_config": '{"enable_kv_cache_events": true, "publisher": "zmq"}'},
-            "enable_prefix_caching switches off for qwen3_5_text, whose layers keep a state for each request",
+            "prefix cache, and qwen3_5_text, whose layers keep a state for each request, has none: leave it out",
         ),
         ({"context_parallel_size": 2, "max_model_len": 256}, "and qwen3_5_text has other layers; use tensor_parallel"),
         ({"tensor_parallel_size": 5}, "it has 4 attention heads and a state for each of them, and every .* use 4"),
@@ -71,14 +71,13 @@ def test_states_have_memory(tmp_path: Path) -> None:
     # Two of three tokens before, 2 x 4 keys of 20 and 8 values of 12; 8 states of 20 x 12.
     assert of_request == 3 * 4 * (8 * 20 * 12 + 2 * (2 * 4 * 20 + 8 * 12))
 
-    def room(seqs: int) -> int:
+    def room(seqs: int, **options: Any) -> int:
         found = resolve_on(
             machine(free_memory=64 * MIB),
             model=model,
             device="cpu",
             max_num_seqs=seqs,
-            max_num_batched_tokens=4096,
-            max_model_len="auto",
+            **{"max_num_batched_tokens": 4096, "max_model_len": "auto", **options},
         )
         assert isinstance(found.cache.pool, FixedPool)
         return found.cache.pool.num_blocks * max(found.cache.block_bytes)
@@ -87,9 +86,28 @@ def test_states_have_memory(tmp_path: Path) -> None:
     # Half of 0.9 of what is left is for keys and values.
     block = max(resolved(model).cache.block_bytes)
     assert fewer - more == pytest.approx(0.45 * 500 * of_request, abs=2 * block)
-    with pytest.raises(ValueError, match=r"the states of 2000 requests need .* lower --max-num-seqs to \d+"):
+    with pytest.raises(ValueError, match=r"the states of 2000 requests need .* lower --max-num-seqs to \d+ or less"):
         room(2000)
     with pytest.raises(ValueError, match="lower --max-num-seqs to") as refused:
         room(4000)
-    fits = int(str(refused.value).rpartition("--max-num-seqs to ")[2])
+    fits = int(str(refused.value).removesuffix(" or less").rpartition("--max-num-seqs to ")[2])
     assert room(fits) > 0
+    # A KV cache of a set size does not get half.
+    assert room(fits + 100, kv_cache_memory="8MiB", max_model_len=2048) > 0
+
+
+def test_states_of_gpus_have_memory(tmp_path: Path) -> None:
+    model = str(make_checkpoint("qwen3_5_text", tmp_path / "model"))
+    gpu = machine((64 * MIB, 63 * MIB))
+    options: dict[str, Any] = {"model": model, "device": "cuda", "kernels": "torch", "max_num_batched_tokens": 512}
+    assert resolve_on(gpu, **options, max_num_seqs=100).state_bytes
+    with pytest.raises(ValueError, match=r"the states of 2000 requests need .*, and a GPU has .* lower --max-num-seqs"):
+        resolve_on(gpu, **options, max_num_seqs=2000)
+
+
+def test_models_without_keys_are_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(
+        "qwen3_5_text", tmp_path / "model", layer_types=["linear_attention"] * 2, num_hidden_layers=2
+    )
+    with pytest.raises(ValueError, match="no layer of this qwen3_5_text has keys and values"):
+        resolved(str(model))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardline import LLM
 from tests.exactness.harness import Answer, golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
@@ -49,6 +50,11 @@ def test_few_states_serve_many_requests(
     finally:
         engine.close()
         executor.close()
+
+
+def test_the_front_knows_that_no_prefix_is_cached(model: Path) -> None:
+    with LLM(model=str(model), skip_tokenizer_init=True, max_model_len=128, cpu_threads=1) as llm:
+        assert not llm.config.cache.enable_prefix_caching
 
 
 def test_requests_that_are_cut_short_leave_nothing(model: Path, expected: dict[str, Answer]) -> None:

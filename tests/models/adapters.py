@@ -35,7 +35,7 @@ def expert_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Views [out, in] of the experts' weights, by the names of the linears that checkpoints and adapters have."""
     found: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
-        if not module_name.endswith(".experts"):
+        if not module_name.endswith(".experts") or not hasattr(module, "gate_up_proj"):
             continue
         gate, up, down = "gate_proj", "up_proj", "down_proj"
         if model.config.model_type == "mixtral":

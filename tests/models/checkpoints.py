@@ -149,6 +149,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_head_dim": 12,
             "n_groups": 4,
             "conv_kernel": 3,
+            "time_step_min": 1e-9,  # transformers bounds steps from below, but only those of prompts
             "n_routed_experts": 9,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,

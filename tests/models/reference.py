@@ -100,7 +100,7 @@ def _mamba(mamba: Mamba2, weights: Weights, hidden: Tensor) -> Tensor:
     groups, each = mamba.num_heads, mamba.num_value_heads // mamba.num_heads
     inputs = _convolved(mamba, weights, hidden)
     x = inputs["v"].view(len(hidden), groups, each, mamba.value_head_dim)
-    step = F.softplus(_linear(weights, "attention.decay", hidden) + weights["attention.decay_offset.bias"])
+    step = F.softplus(_linear(weights, "attention.step", hidden) + weights["attention.decay_offset.bias"])
     decay = torch.exp(-torch.exp(weights["attention.decay_log.bias"]) * step).view(len(hidden), groups, each, 1, 1)
     step = step.view(len(hidden), groups, each, 1)
     state, out = torch.zeros(groups, each, mamba.key_head_dim, mamba.value_head_dim), []

@@ -195,3 +195,17 @@ def test_null_and_missing_differ_where_it_matters() -> None:
     assert config.integer("null", 7) == 7
     with pytest.raises(ValueError, match="missing is missing"):
         config.integer("missing")
+
+
+@pytest.mark.parametrize("wrong", ["", None, 0, "other_attention"])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5_text"])
+def test_types_of_layers_that_a_family_has_not(name: str, wrong: object) -> None:
+    values = {"model_type": name, "num_hidden_layers": 2, "layer_types": ["full_attention", wrong]}
+    with pytest.raises(ValueError, match=r"layer_types has .*; supported: full_attention, "):
+        decoder_spec(values)
+
+
+@pytest.mark.parametrize(("name", "key"), [("qwen3_5_text", "linear_conv_kernel_dim"), ("nemotron_h", "conv_kernel")])
+def test_convolutions_wider_than_those_of_kernels(name: str, key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} must be at most 16, got 17"):
+        decoder_spec({"model_type": name, key: 17})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from shardline.planner.memory import engine_config, whole_requests
 from shardline.planner.path import explain_path, fewest_gpus, tensor_efficiency
 from shardline.planner.report import axis_traffic, frontier
 from shardline.planner.search import Fixed, Plan, search
+from tests.models.checkpoints import make_checkpoint
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 
@@ -481,3 +483,19 @@ def test_gpus_without_bfloat16_are_planned_for_vllm(capsys: pytest.CaptureFixtur
         assert says in capsys.readouterr().err
     assert main([*words, "--dtype", "float16"]) == 0
     assert "--dtype float16" in capsys.readouterr().out
+
+
+def test_models_with_states(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A stage may store nothing for tokens, states have memory, and no prefix is cached."""
+    model = str(make_checkpoint("qwen3_5_text", tmp_path / "model"))
+    words = [model, "--gpus", "4xH100-80GB", "--engine", "shardline", "--dtype", "bfloat16", "--max-model-len", "128"]
+    words += ["--input-len", "32", "--output-len", "32", "-tp", "1", "-pp", "3"]
+    plan = plan_json(capsys, *words)
+    assert plan["commands"]["shardline"].startswith("shardline serve")
+    fewer, more = (
+        plan_json(capsys, "Qwen/Qwen3.5-27B", *words[1:-4], "-tp", "2", "-pp", "1", "--max-num-seqs", str(seqs))
+        for seqs in (16, 128)
+    )
+    assert fewer["memory"]["kv_bytes"] - more["memory"]["kv_bytes"] > 112 * 70e6  # half of 48 states of 3.1 MB each
+    told = plan_json(capsys, *words, "--simulate", "--num-prompts", "20", "--prefix-len", "16", "--num-prefixes", "1")
+    assert told["simulation"]["prefix_hit_rate"] == 0

@@ -63,6 +63,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stacked experts": ("qwen3_moe", {"targets": ("o_proj",), "stacked": ("gate_up_proj", "down_proj")}),
     "transposed experts, with biases": ("gpt_oss", {"targets": ("q_proj",), "stacked": ("gate_up_proj",)}),
     "dora of experts": ("qwen3_moe", {"targets": ("up_proj", "down_proj"), "use_dora": True}),
+    "linear attention": ("qwen3_5_text", {"targets": ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj")}),
+    "mamba": ("nemotron_h", {"targets": ("in_proj", "out_proj", "q_proj")}),
     "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
 }
 

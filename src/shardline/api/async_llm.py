@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
@@ -49,7 +50,6 @@ class AsyncLLM:
         """
         if not isinstance(config, EngineConfig):
             raise ValueError(f"AsyncLLM takes EngineConfig.from_options(model=...), not {config!r:.80}")
-        self.config = config
         self.grammars = GrammarChecks()
         self.dead_reason = ""
         self._dead = asyncio.Event()
@@ -58,6 +58,7 @@ class AsyncLLM:
         self._draining = False
         self._inbox = Inbox(self._on_event)
         self._replicas = Replicas(config, self._inbox.put_event, connect)
+        self.config = dataclasses.replace(config, cache=self._replicas.config.cache)
 
     @property
     def model(self) -> ReadyModel:

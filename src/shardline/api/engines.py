@@ -234,7 +234,8 @@ class Engines:
         raise RuntimeError("the engine was closed while it started")
 
     def _deploy(self, config: EngineConfig) -> tuple[Connect, EngineConfig]:
-        """What starts the engines of a deployment, and the configuration with its model named by the found folder.
+        """What starts the engines of a deployment, and the configuration with its model named by the found folder,
+        and with the prefix cache only if there is one.
 
         Raises:
             ValueError: the configuration cannot be.
@@ -274,7 +275,8 @@ class Engines:
             return EngineClient(self.deployment, index, on_event, start, secret)
 
         model = dataclasses.replace(config.model, model=deployment.model.folder)
-        return connect, dataclasses.replace(config, model=model)
+        cache = dataclasses.replace(config.cache, enable_prefix_caching=deployment.cache.prefix_caching)
+        return connect, dataclasses.replace(config, model=model, cache=cache)
 
 
 def _log_failure(index: int, error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -118,7 +119,6 @@ class LLM:
             from shardline.cluster.node import run_node
 
             sys.exit(run_node(config))
-        self.config = config
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._ids = itertools.count()
@@ -129,6 +129,7 @@ class LLM:
         self._events = events
         # The reader threads must hold no reference to this object: deleting the last one closes it.
         self._replicas = Replicas(config, lambda index, event: events.put((index, event)), connect)
+        self.config = dataclasses.replace(config, cache=self._replicas.config.cache)
         try:
             with ThreadPoolExecutor(1, "read-model") as pool:
                 reading = pool.submit(load_text, self._replicas.config)

@@ -33,9 +33,8 @@ def chosen_kinds(spec: DecoderSpec, targets: tuple[str, ...] = ()) -> frozenset[
         ends = (target, *(f"{before}{dot}{one}" for one in _FUSED.get(last, ())))
         found = {kind for kind, modules in names.items() if any(_ends(module, ends) for module in modules)}
         if not found:
-            there = sorted(
-                {target_of(spec, kind) for kind in names} | {"experts" for kind in names if is_of_expert(kind)}
-            )
+            modules = {module.rpartition(".")[2] for own in names.values() for module in own}
+            there = sorted(modules | {"experts" for kind in names if is_of_expert(kind)})
             raise ValueError(
                 f"lora_target_modules names {target[:200]!r}, and {spec.model_type} has no such modules that adapters "
                 f"can change, whatever their layer; it has {', '.join(there)}"

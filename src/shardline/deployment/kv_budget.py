@@ -14,7 +14,7 @@ from shardline.deployment.machine import Device, Machine
 from shardline.models.kv_blocks import blocks_per_request, longest_request
 from shardline.models.kv_groups import KVGroup
 from shardline.models.parts import DType
-from shardline.models.sizes import step_bytes
+from shardline.models.sizes import state_step_bytes, step_bytes
 from shardline.models.spec import DecoderSpec
 
 
@@ -75,7 +75,8 @@ def rank_room(
     if layout.device == "cpu":
         return _host_room(config, layout, machine, weights)
     scheduler = config.scheduler
-    activations = step_bytes(spec, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    sizes = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    activations = step_bytes(spec, dtype, *sizes) + state_step_bytes(spec, *sizes)
     largest = max(rank.num_bytes for rank in weights)
     room = min(
         gpu_room(

@@ -58,6 +58,8 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
     if asked.parallel.pipeline_stages is None and len(deployment.stages) > 1:
         layers = ",".join(str(stage.size) for stage in deployment.stages)
         reasons.append(f"pipeline_stages {layers} (balanced by the weights that 32 tokens read)")
+    if spec.keeps_states:
+        reasons.append("no prefix cache (layers keep a state for each request)")
     cache = asked.cache
     if cache.block_size is None and deployment.cache.block_size != BLOCK_TOKENS:
         reasons.append(f"block_size {deployment.cache.block_size} ({BLOCK_TOKENS} keys of a head take less than 4 KiB)")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from shardline.config.engine import EngineConfig
 from shardline.config.fields import format_bytes
 from shardline.deployment.deployment import RankWeights
+from shardline.deployment.kv_budget import gpu_left
 from shardline.deployment.layout import Layout
 from shardline.deployment.machine import Machine
 from shardline.models.partition import Span
@@ -28,7 +29,10 @@ def config_for_states(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
     try:
         return replace(config, cache=replace(config.cache, enable_prefix_caching=False))
     except ValueError as error:
-        raise ValueError(f"{error} for {spec.model_type}, whose layers keep a state for each request") from None
+        told = str(error).partition(", which")[0]
+        raise ValueError(
+            f"{told}, and {spec.model_type}, whose layers keep a state for each request, has none: leave it out"
+        ) from None
 
 
 def plan_states(
@@ -39,25 +43,37 @@ def plan_states(
     stages: Sequence[Span],
     dtype: DType,
     weights: Sequence[RankWeights],
+    activations: int,
 ) -> tuple[int, ...]:
     """The bytes of states on each rank, for as many requests as may run at once; empty: the model keeps none.
+    `activations`: the bytes of a rank's step.
 
     Raises:
-        ValueError: a host's memory has no room for them.
+        ValueError: memory has room for the weights, but not for them.
     """
     if not spec.keeps_states:
         return ()
     most, places = config.scheduler.max_num_seqs, map(layout.grid.place, range(layout.grid.world_size))
     each = [state_bytes(spec, place, stages, dtype) for place in places]
-    for index in layout.hosts if layout.device == "cpu" else ():
-        ranks, free = [rank for _, rank in layout.ranks_on(index)], machine.hosts[index].free_memory
-        held, of_request = sum(weights[rank].num_bytes for rank in ranks), sum(each[rank] for rank in ranks)
-        # Half of what is left is for keys and values.
-        if held <= free < held + 2 * most * of_request:
-            fits = (free - held) // (2 * of_request)
+    for index in layout.hosts:
+        ranks = [rank for _, rank in layout.ranks_on(index)]
+        if layout.device == "cpu":
+            left = machine.hosts[index].free_memory - sum(weights[rank].num_bytes for rank in ranks)
+            of_request, where = sum(each[rank] for rank in ranks), machine.hosts[index].name
+            # If the KV cache has no size, half of what is left is for it.
+            left //= 2 if config.cache.kv_cache_memory is None else 1
+        else:
+            gpus, share = layout.devices_on(index, machine), config.cache.gpu_memory_utilization
+            held = max(weights[rank].num_bytes for rank in ranks)
+            left = gpu_left(gpus, len(ranks), share, held, activations)
+            of_request, where = max(each[rank] for rank in ranks), "a GPU"
+        if 0 < left < most * of_request:
+            fits = left // of_request
             raise ValueError(
-                f"the states of {most} requests need {format_bytes(most * of_request)} beside weights of "
-                f"{format_bytes(held)}, and {machine.hosts[index].name} has {format_bytes(free)} available; "
-                + (f"lower --max-num-seqs to {fits}" if fits else "use a machine with more memory")
+                f"the states of {most} requests need {format_bytes(most * of_request)}, and {where} has "
+                f"{format_bytes(left)} for them beside the weights; "
+                + (f"lower --max-num-seqs to {fits} or less" if fits else "use more memory")
             )
+        if left <= 0:
+            return ()  # the refusal is about weights
     return tuple(most * size for size in each)

@@ -123,7 +123,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     adapters = plan_adapters(config, layout, spec, stages, dtype)
     needed = weights
     passage = passage_bytes(layout, offload, own_weights)
-    states = plan_states(config, layout, machine, spec, stages, dtype, weights)
+    states = plan_states(config, layout, machine, spec, stages, dtype, weights, activations)
     for more in filter(None, (adapters.num_bytes, () if draft is None else draft.spare_bytes, passage, states)):
         needed = tuple(rank + RankWeights(num_bytes, 0) for rank, num_bytes in zip(needed, more, strict=True))
     room = rank_room(config, layout, machine, spec, dtype, needed)

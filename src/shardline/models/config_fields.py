@@ -23,6 +23,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 MAX_LAYERS = 1 << 12
 """Many more than any model has. A damaged configuration may state any number, and each layer takes memory."""
+MAX_CONV_WIDTH = 16
+"""Of linear attention, in its kernels."""
 _DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -69,8 +71,8 @@ def layer_types(config: HFConfig, num_layers: int, default_types: Sequence[str],
     types = default_types if types is None else types
     if not isinstance(types, Sequence) or len(types) != num_layers:
         raise config.error("layer_types", f"must name {num_layers} layers (num_hidden_layers), got {types!r:.80}")
-    if unknown := next((kind for kind in types if kind not in known), None):
-        raise config.error("layer_types", f"has {unknown!r}; supported: {', '.join(known)}")
+    if unknown := [kind for kind in types if kind not in known]:
+        raise config.error("layer_types", f"has {unknown[0]!r}; supported: {', '.join(known)}")
     return types
 
 
@@ -152,6 +154,13 @@ def divided(config: HFConfig, key: str, size: int, num_heads: int) -> int:
     if size % num_heads:
         raise config.error(key, f"must be a multiple of the {num_heads} attention heads, got {size}")
     return size // num_heads
+
+
+def read_conv_width(config: HFConfig, key: str) -> int:
+    """The tokens that a convolution sees; 4 if the key is missing."""
+    if (width := config.integer(key, 4)) > MAX_CONV_WIDTH:
+        raise config.error(key, f"must be at most {MAX_CONV_WIDTH}, got {width}")
+    return width
 
 
 def read_routing(config: HFConfig, *, num_experts: int, experts_per_token: int, normalized: bool) -> Routing:

@@ -30,6 +30,8 @@ def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
     for index, layer in enumerate(spec.layers):
         if stores_tokens(layer.attention):
             by_window.setdefault(layer.attention.window, []).append(index)
+    if not by_window:
+        raise ValueError(f"no layer of this {spec.model_type} has keys and values, which the engine needs")
     depth = min(len(layers) for layers in by_window.values())
     groups: list[KVGroup] = []
     for window in sorted(by_window, key=lambda w: (w is not None, w or 0)):

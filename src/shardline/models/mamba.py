@@ -14,10 +14,10 @@ class Mamba2(LinearAttention, frozen=True, array_like=True, tag=True):
     conv_bias: bool = True
 
     def parameters(self, hidden_size: int) -> Parameters:
-        """See `Attention.parameters`. `attention.decay` is the projection of steps."""
+        """See `Attention.parameters`."""
         heads = self.num_value_heads
         sizes = {"q": self.key_size, "k": self.key_size, "v": self.output_size}
-        for name, size in (*sizes.items(), ("z", self.output_size), ("decay", heads)):
+        for name, size in (*sizes.items(), ("z", self.output_size), ("step", heads)):
             yield from linear_parameters(f"attention.{name}", size, hidden_size)
         for name, size in sizes.items():
             yield f"attention.{name}_conv.weight", (size, self.conv_width)
@@ -30,4 +30,5 @@ class Mamba2(LinearAttention, frozen=True, array_like=True, tag=True):
 
     def split(self, part: str, rank: int, ranks: int) -> Span | None:
         """See `LinearAttention.split`."""
-        return super().split("attention.decay" if part == "attention.skip" else part, rank, ranks)
+        like = "attention.decay" if part in ("attention.skip", "attention.step") else part
+        return super().split(like, rank, ranks)

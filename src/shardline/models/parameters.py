@@ -28,8 +28,10 @@ lead into it and out of it.
 
 Linear attention has `attention.{q,k,v,z,beta,decay,o}.weight`, `attention.{q,k,v}_conv.weight` [channels, width], and
 per value head `attention.{decay_log,decay_offset}.bias`; the norm of its outputs is `attention.norm.weight` [value
-head]. Mamba-2 has no beta, but perhaps `attention.{q,k,v}_conv.bias`, and `attention.skip.bias` per head; its norm is
-[heads * head]. If outputs of heads have gates, `attention.q` has the rows of a head's gate behind those of its query.
+head]. Mamba-2 has `attention.step.weight` in place of beta and decay, `attention.skip.bias` per head and perhaps
+`attention.{q,k,v}_conv.bias`; its norm is [heads * head]. If outputs of heads have gates, `attention.q` has the rows of
+a head's gate behind those of its query.
+
 The indexer of sparse attention has `attention.indexer_{q,k,weights}.weight` and `attention.indexer_norm.*`. For the
 parameters of compressed attention and of several residual streams see `planner/models/parts/compressed.py`.
 """
@@ -113,11 +115,12 @@ def is_linear(name: str) -> bool:
 def is_kept_in_float32(name: str) -> bool:
     """Whether `name` stays in float32 for every dtype.
 
-    These are attention sinks, learned factors and the decays of linear attention, since their kernels read float32, and
-    a router's bias, since it decides between close scores. Mixtures of residual streams and whole numbers stay too.
+    These are attention sinks, learned factors, and the decays and convolutions of linear attention, since their kernels
+    read float32, and a router's bias, since it decides between close scores. Mixtures of residual streams and whole
+    numbers stay too.
     """
     _, part, kind = parse_name(name)
-    return (kind == "bias" and part in _IN_FLOAT32) or part.endswith(_STREAMS)
+    return (kind == "bias" and part in _IN_FLOAT32) or part.endswith((_STREAMS, "_conv"))
 
 
 def holds_whole_numbers(name: str) -> bool:

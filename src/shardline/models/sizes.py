@@ -358,6 +358,14 @@ def choice_bytes(spec: DecoderSpec, num_tokens: int) -> int:
     return 2 * 8 * num_tokens * max(layer.attention.num_chosen for layer in spec.layers)
 
 
+def state_step_bytes(spec: DecoderSpec, num_tokens: int, num_seqs: int) -> int:
+    """What torch has in memory while a layer advances the states of `num_seqs` sequences by `num_tokens` tokens: about
+    four copies of them in float32, and six of what is projected."""
+    sizes = [layer.attention.state_bytes(0, 1, "float32") for layer in set(spec.layers)]
+    widths = [3 * layer.attention.output_size for layer in set(spec.layers) if layer.attention.keeps_state]
+    return 4 * num_seqs * max(sizes) + 6 * 4 * num_tokens * max(widths, default=0)
+
+
 def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: int = 1) -> int:
     """Floating-point operations of a forward pass over `num_tokens` new tokens of one sequence.
 

@@ -232,7 +232,7 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
             why = why or _pool_shortage(room, cache_room(deployment, machine, layout.num_gpus, 1.0))
     else:
         room = cache_room(deployment, machine, layout.num_gpus, cache.pool.share)
-        num_blocks = max(0, min(room // size for size in block_bytes) - 1)
+        num_blocks = max(0, min(room // size for size in block_bytes if size) - 1)
     step_tokens = limits.max_num_batched_tokens
     replicas = layout.data
     length = deployment.max_model_len if cluster.host is not None else demand.max_model_len

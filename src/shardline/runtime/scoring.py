@@ -83,6 +83,7 @@ class Scorer:
             slots=tuple(slots),
             replicas=(size,),
             narrowed=narrowed,
+            states=torch.zeros(1, dtype=torch.int32),
         )
         step = StepInput(torch.tensor(document.token_ids), rows)
         hidden = self._stage.embed(step)

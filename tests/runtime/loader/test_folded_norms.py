@@ -44,6 +44,14 @@ FOLDED = {
     | ROUTED
     | SHARED,
     "qwen2_moe": GQA | DENSE | ROUTED | SHARED | {"feed_forward.shared_gate"},
+    "qwen3_5_moe_text": GQA
+    | {"attention.z", "attention.beta", "attention.decay"}
+    | {"feed_forward_norm", "feed_forward.router", "feed_forward.shared_gate"}
+    | EXPERTS
+    | SHARED,
+    "nemotron_h": GQA
+    | {"attention.z", "attention.step", "feed_forward_norm", "feed_forward.up", "feed_forward.router"}
+    | {"feed_forward.experts.up", "feed_forward.shared.up"},
     "llama4_text": GQA | DENSE | ROUTED | SHARED,  # scales the inputs of experts
     "gemma4_text": GQA
     | DENSE - {"feed_forward.gate", "feed_forward.up"}
@@ -60,7 +68,11 @@ def outlying(family: str, folder: Path) -> Path:
     make_checkpoint(family, folder, dtype="bfloat16")
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if tensor.dim() == 1 and name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "layernorm_2.weight")):
+        if (
+            tensor.dim() == 1
+            and not name.endswith((".linear_attn.norm.weight", ".mixer.norm.weight"))
+            and name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "layernorm_2.weight"))
+        ):
             tensor[:10:3] = torch.tensor([21.0, -9.0, 2.75, 90.0], dtype=tensor.dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -82,6 +94,16 @@ def test_an_unquantized_model_has_the_same_bits(family: str, tmp_path: Path, mon
     assert changed == FOLDED[family]
     monkeypatch.setattr(plain.Format, "folds_norms", True)
     assert torch.equal(Scorer(deployment, len(TOKENS)).logprobs(document), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "nemotron_h"])
+def test_states_are_those_of_a_document(family: str, tmp_path: Path) -> None:
+    """Of quantized weights, too, a model is about the same."""
+    folder = make_checkpoint(family, tmp_path / "model", dtype="bfloat16")
+    documents = [Document(TOKENS[:30], 1), Document(TOKENS, 1), Document(TOKENS[:30], 1)]
+    exact = resolved(folder)
+    assert compare(exact, exact, documents).max_difference == 0.0
+    assert 0 < compare(resolved(folder, "int8"), exact, documents).kl_divergence < 0.05
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

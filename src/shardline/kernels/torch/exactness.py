@@ -71,6 +71,8 @@ def check_exactness(kernels: TorchKernels, dtype: torch.dtype) -> None:
     for depth, blocks in sorted(kernels.low_rank_shapes):
         _check_low_rank(kernels, numbers(_NUM_ROWS, depth), numbers(blocks, RANK_BLOCK, depth), numbers)
     _check_rows("attention", partial(_attention, kernels, numbers(2 * 300, 2, 64)), numbers(_NUM_ROWS, 6, 64))
+    states = partial(_states, kernels, numbers(128, 4, dtype=torch.float32))
+    _check_rows("states", states, numbers(_NUM_ROWS, 182))
     curves = numbers(4099, dtype=torch.float32)
     for function in _CURVES:
         whole = function(curves)
@@ -244,6 +246,21 @@ def _attention(kernels: TorchKernels, cached: Tensor, x: Tensor) -> Tensor:
         None,
         False,
     )
+    return out
+
+
+def _states(kernels: TorchKernels, weights: Tensor, x: Tensor) -> Tensor:
+    """A token of a sequence for each row of x [M, 182], all with the same state: one key head, three value heads."""
+    count, heads, key_dim, value_dim = len(x), 3, 40, 16
+    qkv, gate, beta, decay = torch.split(x, [2 * key_dim + heads * value_dim, heads * value_dim, heads, heads], dim=1)
+    numbers, own = weights.flatten(), torch.arange(count + 1, dtype=torch.int32, device=x.device)
+    state = numbers[: heads * key_dim].view(1, heads, key_dim, 1).repeat(count, 1, 1, value_dim)
+    out = torch.empty(count, heads * value_dim, dtype=x.dtype, device=x.device)
+    kernels.delta_rule(
+        *(qkv, gate, beta, decay, weights, numbers[:3], numbers[3:6], x.new_ones(value_dim), state),
+        *(x.new_ones(count, 3, qkv.shape[1]), own, torch.full_like(own[1:], 5), own[:-1], out, 1e-5),
+    )
+    kernels.gate_heads(out.view(count, heads, value_dim), gate.reshape(count, heads, value_dim))
     return out
 
 

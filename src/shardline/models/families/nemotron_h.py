@@ -12,7 +12,7 @@ from functools import cache
 from msgspec.structs import replace
 
 from shardline.models.attention import GQA, Attention, Projections, Score
-from shardline.models.config_fields import Defaults, read_activation, read_dims
+from shardline.models.config_fields import Defaults, read_activation, read_conv_width, read_dims
 from shardline.models.deepseek_like import group_routing
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
@@ -47,7 +47,7 @@ _MIXER_KEYS: Mapping[str, str] = {
     "feed_forward.latent_up": "fc2_latent_proj",
 }
 _OWN_PARTS = (
-    *("attention_norm", "feed_forward_norm", "attention.norm", "attention.z", "attention.decay"),
+    *("attention_norm", "feed_forward_norm", "attention.norm", "attention.z", "attention.step"),
     *("attention.q_conv", "attention.k_conv", "attention.v_conv"),
 )
 """Parts without a key of their own."""
@@ -80,7 +80,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
             num_value_heads=hf.integer("mamba_num_heads", 128),
             key_head_dim=hf.integer("ssm_state_size", 128),
             value_head_dim=hf.integer("mamba_head_dim", 64),
-            conv_width=hf.integer("conv_kernel", 4),
+            conv_width=read_conv_width(hf, "conv_kernel"),
             norm=norm,
             conv_bias=hf.flag("use_conv_bias", True),
         ),
@@ -135,7 +135,13 @@ def _paired(hf: HFConfig, blocks: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
-    """See `lookup.Family`. The blocks of a checkpoint are counted one by one."""
+    """See `lookup.Family`. Adapters name modules as transformers does, whose models have no backbone."""
+    source = _source(name, spec)
+    return replace(source, aliases=(source.key.replace("backbone.", "model.", 1),))
+
+
+def _source(name: str, spec: DecoderSpec) -> TensorSource:
+    """The place in a checkpoint, whose blocks are counted one by one."""
     layer, part, kind = parse_name(name)
     expert = expert_of(part)
     pattern = part if expert is None else part.replace(f".{expert}.", ".*.")
@@ -164,6 +170,6 @@ def _mamba_source(mamba: Mamba2, part: str, kind: str, prefix: str) -> TensorSou
     channels = {"v": (0, values), "k": (values, keys), "q": (values + keys, keys)}
     if part.endswith("_conv"):
         return TensorSource(f"{prefix}.conv1d.{kind}", rows=channels[part[0]], squeezed=kind == "weight")
-    rows = {"z": (0, values), "decay": (2 * values + 2 * keys, mamba.num_value_heads)}
+    rows = {"z": (0, values), "step": (2 * values + 2 * keys, mamba.num_value_heads)}
     rows |= {name: (values + start, count) for name, (start, count) in channels.items()}
     return TensorSource(f"{prefix}.in_proj.{kind}", rows=rows[part])

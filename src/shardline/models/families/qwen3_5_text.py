@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from shardline.models.config_fields import Defaults, layer_types
+from shardline.models.config_fields import Defaults, layer_types, read_conv_width
 from shardline.models.feed_forward import Dense, MoE
 from shardline.models.hf_config import HFConfig
 from shardline.models.linear_attention import LinearAttention
@@ -52,7 +52,7 @@ def hybrid_spec(llama: LlamaLike, feed_forward: Dense | MoE | None = None) -> De
         num_value_heads=hf.integer("linear_num_value_heads", 32),
         key_head_dim=hf.integer("linear_key_head_dim", 128),
         value_head_dim=hf.integer("linear_value_head_dim", 128),
-        conv_width=hf.integer("linear_conv_kernel_dim", 4),
+        conv_width=read_conv_width(hf, "linear_conv_kernel_dim"),
         norm=Norm("rms", llama.norm.eps),
     )
     if linear.num_value_heads % linear.num_heads:

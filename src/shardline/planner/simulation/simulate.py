@@ -54,7 +54,7 @@ def replica_setup(plan: Plan, option: Option, *, prefix_caching: bool = True) ->
         groups=groups,
         block_size=block_size,
         max_blocks=-(-demand.max_model_len // block_size) + 1,
-        prefix_caching=prefix_caching,
+        prefix_caching=prefix_caching and not (spec.keeps_states and layout.engine == "shardline"),
         latents_shared=False,
         block_bytes=(),
         useful_blocks=num_blocks,

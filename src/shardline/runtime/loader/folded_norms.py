@@ -23,9 +23,12 @@ from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec
 from shardline.weights.grouped import GroupedWeight
 
-_OF_ATTENTION = ("attention.q", "attention.k", "attention.v", "attention.q_down", "attention.kv_down")
+_OF_ATTENTION = (
+    *("attention.q", "attention.k", "attention.v", "attention.q_down", "attention.kv_down"),
+    *("attention.z", "attention.beta", "attention.decay", "attention.step"),
+)
 """The linears of attention that read its input."""
-_OF_FEED_FORWARD = ("gate", "up", "router", "shared_gate")
+_OF_FEED_FORWARD = ("gate", "up", "router", "shared_gate", "latent_down")
 """The last words of those of a feed-forward block."""
 
 
@@ -119,4 +122,6 @@ def _norm_before(spec: DecoderSpec, layer: int, module: str) -> str | None:
         return None
     if isinstance(own.feed_forward, MoE) and own.feed_forward.own_norms is not None and ".shared." not in module:
         return "feed_forward.experts_norm" if ".experts." in module else None
+    if isinstance(own.feed_forward, MoE) and own.feed_forward.latent is not None and ".experts." in module:
+        return None
     return "attention_norm" if own.parallel else "feed_forward_norm"
