@@ -137,6 +137,22 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5MoeTextConfig",
         {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 48},
     ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {
+            **_SHAPE,
+            "layer_types": [_GEMMA_4_KINDS[kind] for kind in "fssf"],
+            "head_dim": 24,
+            "v_head_dim": 14,
+            "num_key_value_heads": 1,
+            "sliding_window": 8,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.7,
+            "attention_value_scale": 0.6,
+        },
+    ),
     "nemotron_h": (
         "NemotronHConfig",
         {
@@ -276,6 +292,7 @@ OWN_PARTS = (
     "gemma4_text",
     "qwen3_5_text",
     "nemotron_h",
+    "mimo_v2_flash",
 )
 """Families with a part that no other family has. A few combinations of them are tested."""
 

@@ -192,7 +192,10 @@ def _project(
     if gqa.norms.qk_norm is not None and gqa.norms.norms_all_heads:
         q, k = (_norm(gqa.norms.qk_norm, weights, f"attention.{part}_norm", x) for part, x in (("q", q), ("k", k)))
     q, k = (x.view(num_tokens, -1, gqa.head_dim) for x in (q, k))
-    v = k if gqa.projections.value_is_key else _linear(weights, "attention.v", hidden).view(k.shape)
+    v = k
+    if not gqa.projections.value_is_key:
+        v = _linear(weights, "attention.v", hidden).view(num_tokens, -1, gqa.value_head_dim)
+    v = v * gqa.projections.value_scale
     if gqa.norms.value_norm is not None:
         v = v / torch.sqrt(v.pow(2).mean(-1, keepdim=True) + gqa.norms.value_norm.eps)
     if gqa.norms.qk_norm is not None and not gqa.norms.norms_all_heads:

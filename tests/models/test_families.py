@@ -110,7 +110,13 @@ def test_random_shapes(family_name: str, seed: int, tmp_path: Path) -> None:
             shape["head_dim"] *= 2  # half of it is rotated
         if family_name == "minimax_m2":
             shape["rotary_dim"] = 4
-    if family_name in ("gemma4_text", "nemotron_h") or family_name.startswith("qwen3_5"):
+    if family_name == "mimo_v2_flash":
+        shape |= {
+            "num_attention_heads": 2 * shape["num_key_value_heads"],  # windowed layers have twice the KV heads
+            "head_dim": rng.choice([12, 24]),  # a third of it is rotated
+            "v_head_dim": rng.randint(1, 20),
+        }
+    if family_name in ("gemma4_text", "nemotron_h", "mimo_v2_flash") or family_name.startswith("qwen3_5"):
         del shape["num_hidden_layers"]  # its kinds of layers are listed
     if family_name.startswith("qwen3_5"):
         shape |= {

@@ -293,7 +293,7 @@ def test_the_fewest_gpus_are_those_of_the_table(gpus: str) -> None:
 
 
 def test_models_that_only_vllm_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    name = "XiaomiMiMo/MiMo-V2-Flash"
+    name = "nvidia/Llama-3_3-Nemotron-Super-49B-v1"
     plan = plan_json(capsys, name, "--gpus", "8xH200", "-tp", "8")
     assert plan["vllm_only"]
     assert plan["computed_by_torch"] == {}

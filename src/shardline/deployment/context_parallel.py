@@ -24,8 +24,9 @@ def check_context_parallel(config: EngineConfig, layout: Layout, spec: DecoderSp
     if layout.device != "cpu":
         raise ValueError(f"{asked} works on CPUs only so far; {instead}, or --device cpu")
     for attention in {layer.attention for layer in spec.layers}:
-        is_gated = isinstance(attention, GQA) and attention.projections.output_gate
-        if not isinstance(attention, GQA | MLA) or attention.num_chosen or is_gated:
+        own = attention.projections if isinstance(attention, GQA) else None
+        is_special = own is not None and (own.output_gate or own.value_size is not None)
+        if not isinstance(attention, GQA | MLA) or attention.num_chosen or is_special:
             raise ValueError(
                 f"{asked} works with plain grouped-query and latent attention to all tokens only so far, and "
                 f"{spec.model_type} has other layers; {instead}"

@@ -47,6 +47,8 @@ _LACKS: Mapping[str, tuple[str, ...]] = {
     "attention to chosen tokens": (GRAPHS,),
     "states of requests": ("linear_attention", GRAPHS),
     "gated attention": ("gate_heads",),
+    "values of another size than keys": ("attention",),
+    "scale of values": ("scale_rows",),
 }
 """The kinds of kernels (`kernel_cases.KernelCase.kernel`, and ops that have no cases) that lack a part, by the part's
 words."""

@@ -206,6 +206,8 @@ class Projections(Trait, frozen=True, array_like=True):
     words: ClassVar[Mapping[str, str]] = {
         "reads_token": "attention to hidden states beside tokens",
         "output_gate": "gated attention",
+        "value_size": "values of another size than keys",
+        "value_scale": "scale of values",
     }
 
     num_kv_heads: int
@@ -216,6 +218,10 @@ class Projections(Trait, frozen=True, array_like=True):
     """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
     reads_token: bool = False
     """Whether they read 2 * hidden_size elements, see `HeadInput.sources`."""
+    value_size: int | None = None
+    """Elements of a value head; None: as many as of a key head (MiMo-V2)."""
+    value_scale: float = 1.0
+    """Factor of values (MiMo-V2)."""
     output_gate: bool = False
     """Whether q has head_dim more rows behind those of each head, whose sigmoid multiplies the head's output
     (Qwen3.5)."""
@@ -318,7 +324,7 @@ class GQA(Attention, frozen=True, array_like=True, tag=True):
     @property
     def value_head_dim(self) -> int:
         """Elements of a value head."""
-        return self.head_dim
+        return self.head_dim if self.projections.value_size is None else self.projections.value_size
 
     @property
     def key_dim(self) -> int:

@@ -119,6 +119,30 @@ def test_logits_are_the_cpus(tmp_path, case):
     assert np.array_equal(gpu._groups.expert_load, cpu._groups.expert_load)
 
 
+PARTLY_TORCH: dict[str, dict[str, object]] = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "mimo_v2_flash": {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2},
+}
+"""Families with ops that GPUs leave to torch, and what makes them small."""
+
+
+@pytest.mark.parametrize("family", PARTLY_TORCH)
+def test_ops_of_torch_beside_kernels(tmp_path, family):
+    make_checkpoint(family, tmp_path, **PARTLY_TORCH[family])
+    results = []
+    for backend in (None, HostBackend()):
+        stage = load(tmp_path, {}, backend).stage
+        for tokens, start in ((PROMPT[:10], 0), (PROMPT[10:], 10), ([40], 17)):
+            step = step_of(tokens, start)
+            states = torch.zeros(1, dtype=torch.int32)
+            step = dataclasses.replace(step, rows=dataclasses.replace(step.rows, states=states))
+            with torch.inference_mode():
+                results.append(stage.forward(step, stage.embed(step)))
+    for ours, theirs in zip(results[:3], results[3:], strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
 class Fp8Oracle(HostKernels):
     """The CPU's kernels, and fp8's in plain torch with sums in fp64."""
 

@@ -31,6 +31,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-tp3-pp2": ("deepseek_v3", {"tensor_parallel_size": 3, "pipeline_parallel_size": 2}),
     "mla-tp3-gloo": ("deepseek_v2", {"tensor_parallel_size": 3, "collectives": "gloo"}),
     "ep3-gloo": ("mixtral", {"tensor_parallel_size": 3, "enable_expert_parallel": True, "collectives": "gloo"}),
+    "states-tp2-pp2": ("nemotron_h", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "states-dp2-ep": ("qwen3_5_moe_text", {"data_parallel_size": 2, "enable_expert_parallel": True}),
     "torch-tp2-pp2-gloo": (
         "qwen3",
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "collectives": "gloo", "kernels": "torch"},

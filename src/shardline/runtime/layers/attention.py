@@ -51,7 +51,8 @@ class AttentionLayer:
         self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in self.parts], spec.projections.qkv_bias)
         self.num_heads = self.count_heads(self.qkv.widths)
         """Number of local heads of queries, keys and values."""
-        head_widths = [span.size // (1 + self._has_gate) for span in loader.stage.spans(f"{name}.q.weight")]
+        of_head = spec.query_rows // spec.num_heads
+        head_widths = [span.size // of_head * spec.value_head_dim for span in loader.stage.spans(f"{name}.q.weight")]
         self.output = ClosingLinear(loader, f"{name}.o", head_widths, spec.projections.output_bias)
         self.q_norm: NormLayer | AllHeadsNorm | None = None
         self.k_norm: NormLayer | AllHeadsNorm | None = None
@@ -65,6 +66,8 @@ class AttentionLayer:
         stage = loader.stage
         # The weights of norms without weights.
         self._ones = torch.ones(spec.head_dim, dtype=stage.dtype, device=stage.device)
+        factor = spec.projections.value_scale
+        self._value_factor = None if factor == 1.0 else torch.tensor([factor], device=stage.device)
         self._query_factors: Tensor | None = None
         if spec.positions.query_scale is not None:
             self._query_factors = query_factors(spec.positions.query_scale, stage.max_model_len).to(stage.device)
@@ -76,6 +79,8 @@ class AttentionLayer:
         """Numbers of heads of queries, keys and values, for the columns of their projections on a rank."""
         num_heads = [width // self._head_dim for width in widths]
         num_heads[0] //= 1 + self._has_gate
+        if self.spec.projections.value_size is not None:
+            num_heads[2] = widths[2] // self.spec.value_head_dim
         return [*num_heads, num_heads[1]] if self.spec.projections.value_is_key and not self._reads_only else num_heads
 
     @property
@@ -149,9 +154,17 @@ class AttentionLayer:
         if not self.spec.norms.norms_all_heads:
             counts = list(num_heads[: len(self.parts)])
             counts[0] *= 1 + self._has_gate
-            q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), counts, dim=1)
+            values: list[Tensor]
+            if self.spec.projections.value_size is None:
+                q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), counts, dim=1)
+            else:
+                columns = (counts[0] + counts[1]) * head_dim
+                q, k = torch.split(qkv[:, :columns].view(num_tokens, -1, head_dim), counts[:2], dim=1)
+                values = [qkv[:, columns:].view(num_tokens, counts[2], -1)]
             q = q[:, ::2] if self._has_gate else q
             v = k if self.spec.projections.value_is_key else values[0]
+            if self._value_factor is not None:
+                v = scale_rows(self._kernels, v.flatten(1), self._value_factor).view(v.shape)
             if self.spec.norms.value_norm is not None:
                 v = rms_norm(self._kernels, v, self._ones, self.spec.norms.value_norm.eps)
             return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)

@@ -24,15 +24,8 @@ class PlannedIndexer(Indexer, frozen=True, array_like=True):
 class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
     """Grouped-query attention with parts that only the planner knows."""
 
-    value_size: int | None = None
-    """Elements of a value head; None: as many as of a key head (other in MiMo-V2)."""
     indexer: PlannedIndexer | None = None
     """None: a token sees all tokens of its window."""
-
-    @property
-    def value_head_dim(self) -> int:
-        """Elements of a value head."""
-        return self.head_dim if self.value_size is None else self.value_size
 
     @property
     def num_launches(self) -> int:
