@@ -220,7 +220,7 @@ def test_a_family_is_loaded_or_only_planned() -> None:
 @pytest.mark.parametrize(
     ("model_type", "says"),
     [
-        *((name, "its recurrent layers keep a state") for name in ("qwen3_next", "kimi_linear", "falcon_h1")),
+        *((name, "its recurrent layers are of a kind") for name in ("qwen3_next", "kimi_linear", "falcon_h1")),
         ("minimax_m3", "an indexer chooses the tokens"),
     ],
 )

@@ -23,6 +23,7 @@ _WITH_DASHES = ("auto_round", "compressed_tensors")
 
 
 _TELLING_KEYS = {
+    "quant_algo": "modelopt",
     "config_groups": "compressed-tensors",
     "bnb_4bit_quant_type": "bitsandbytes",
     "load_in_4bit": "bitsandbytes",
@@ -30,9 +31,8 @@ _TELLING_KEYS = {
     "w_bit": "awq",
     "desc_act": "gptq",
     "damp_percent": "gptq",
-    "quant_algo": "modelopt",
 }
-"""Keys that only one method has."""
+"""Keys that only one method has; ModelOpt's sections may have `config_groups` too."""
 
 
 _CUT_LIST = re.compile(r"\.\.\. \d+ entries in all")

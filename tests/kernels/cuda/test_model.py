@@ -119,7 +119,7 @@ def test_logits_are_the_cpus(tmp_path, case):
     assert np.array_equal(gpu._groups.expert_load, cpu._groups.expert_load)
 
 
-PARTLY_TORCH: dict[str, dict[str, object]] = {
+PARTLY_TORCH: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "mimo_v2_flash": {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2},

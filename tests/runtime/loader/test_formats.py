@@ -115,12 +115,13 @@ def _assert_log_probabilities(tmp_path: Path, tensor: int) -> None:
         ("bitsandbytes int8", {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}),
         ("int4", {"quant_method": "compressed_tensors"}),
         ("int4", {"quant_method": None, "ignore": None}),
+        ("modelopt fp8", {"quant_method": None, "config_groups": {"group_0": {}}, "kv_cache_scheme": "FP8"}),
         ("fp8 blocks", {"modules_to_not_convert": None, "ignored_layers": None, "activation_scheme": "dynamic"}),
     ],
 )
 def test_sections_as_old_versions_wrote_them(name, section, tmp_path):
     write(tmp_path, name)
-    if name in ("int4", "fp8 blocks"):
+    if name in ("int4", "fp8 blocks", "modelopt fp8"):
         section = {**FORMATS[name].section, **section}
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
