@@ -205,6 +205,22 @@ def test_types_of_layers_that_a_family_has_not(name: str, wrong: object) -> None
         decoder_spec(values)
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "says"),
+    [
+        ("nemotron_h", {"mamba_num_heads": 12}, "mamba_num_heads 12 is no multiple of n_groups, 8"),
+        ("nemotron_h", {"time_step_limit": [0.001, math.inf]}, "time_step_limit bounds steps, which is not supported"),
+        ("nemotron_h", {"use_bias": True}, "use_bias is not supported"),
+        ("nemotron_h", {"hybrid_override_pattern": "-M"}, "block of kind mlp that follows no Mamba or attention block"),
+        ("qwen3_5_text", {"linear_num_value_heads": 24}, "linear_num_value_heads 24 is no multiple of the key heads"),
+    ],
+    ids=str,
+)
+def test_mixers_that_no_kernel_has(name: str, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        decoder_spec({"model_type": name, **values})
+
+
 @pytest.mark.parametrize(("name", "key"), [("qwen3_5_text", "linear_conv_kernel_dim"), ("nemotron_h", "conv_kernel")])
 def test_convolutions_wider_than_those_of_kernels(name: str, key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} must be at most 16, got 17"):

@@ -73,11 +73,17 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
         raise hf.error("use_bias", "is not supported")
     if hf.text("mamba_hidden_act", "silu") != "silu":
         raise hf.error("mamba_hidden_act", "must be silu")
+    limits = hf.values.get("time_step_limit") or ()
+    if any(isinstance(limit, float | int) and 0 < limit < 1e30 for limit in limits):
+        raise hf.error("time_step_limit", f"bounds steps, which is not supported: {limits!r:.80}")
+    groups, heads = hf.integer("n_groups", 8), hf.integer("mamba_num_heads", 128)
+    if heads % groups:
+        raise hf.error("mamba_num_heads", f"{heads} is no multiple of n_groups, {groups}")
     bias, activation = hf.flag("attention_bias", False), read_activation(hf, "mlp_hidden_act", "relu2")
     mixers: Mapping[str, Attention] = {
         "mamba": Mamba2(
-            num_heads=hf.integer("n_groups", 8),
-            num_value_heads=hf.integer("mamba_num_heads", 128),
+            num_heads=groups,
+            num_value_heads=heads,
             key_head_dim=hf.integer("ssm_state_size", 128),
             value_head_dim=hf.integer("mamba_head_dim", 64),
             conv_width=read_conv_width(hf, "conv_kernel"),
