@@ -90,10 +90,17 @@ def test_states_have_memory(tmp_path: Path) -> None:
         room(2000)
     with pytest.raises(ValueError, match="lower --max-num-seqs to") as refused:
         room(4000)
-    fits = int(str(refused.value).removesuffix(" or less").rpartition("--max-num-seqs to ")[2])
+    fits = advised(refused)
     assert room(fits) > 0
     # A KV cache of a set size does not get half.
     assert room(fits + 100, kv_cache_memory="8MiB", max_model_len=2048) > 0
+    with pytest.raises(ValueError, match="lower --max-num-seqs to") as refused:
+        room(4000, kv_cache_memory="8MiB", max_model_len=2048)
+    assert room(advised(refused), kv_cache_memory="8MiB", max_model_len=2048) > 0
+
+
+def advised(refused: pytest.ExceptionInfo[ValueError]) -> int:
+    return int(str(refused.value).removesuffix(" or less").rpartition("--max-num-seqs to ")[2])
 
 
 def test_states_of_gpus_have_memory(tmp_path: Path) -> None:
@@ -101,8 +108,14 @@ def test_states_of_gpus_have_memory(tmp_path: Path) -> None:
     gpu = machine((64 * MIB, 63 * MIB))
     options: dict[str, Any] = {"model": model, "device": "cuda", "kernels": "torch", "max_num_batched_tokens": 512}
     assert resolve_on(gpu, **options, max_num_seqs=100).state_bytes
-    with pytest.raises(ValueError, match=r"the states of 2000 requests need .*, and a GPU has .* lower --max-num-seqs"):
+    with pytest.raises(
+        ValueError, match=r"the states of 2000 requests need .*, and a GPU has .* lower --max-num-seqs"
+    ) as refused:
         resolve_on(gpu, **options, max_num_seqs=2000)
+    assert resolve_on(gpu, **options, max_num_seqs=advised(refused)).state_bytes
+    with pytest.raises(ValueError, match="lower --max-num-seqs to") as refused:
+        resolve_on(gpu, **options, max_num_seqs=2000, kv_cache_memory="8MiB")
+    assert resolve_on(gpu, **options, max_num_seqs=advised(refused), kv_cache_memory="8MiB").state_bytes
 
 
 def test_models_without_keys_are_refused(tmp_path: Path) -> None:

@@ -210,7 +210,9 @@ def test_types_of_layers_that_a_family_has_not(name: str, wrong: object) -> None
     [
         ("nemotron_h", {"mamba_num_heads": 12}, "mamba_num_heads 12 is no multiple of n_groups, 8"),
         ("nemotron_h", {"time_step_limit": [0.001, math.inf]}, "time_step_limit bounds steps, which is not supported"),
+        ("nemotron_h", {"time_step_limit": 0.5}, "time_step_limit must be a list of two numbers, got 0.5"),
         ("nemotron_h", {"use_bias": True}, "use_bias is not supported"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias is not supported with experts"),
         ("nemotron_h", {"hybrid_override_pattern": "-M"}, "block of kind mlp that follows no Mamba or attention block"),
         ("qwen3_5_text", {"linear_num_value_heads": 24}, "linear_num_value_heads 24 is no multiple of the key heads"),
     ],

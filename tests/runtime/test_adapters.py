@@ -65,6 +65,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora of experts": ("qwen3_moe", {"targets": ("up_proj", "down_proj"), "use_dora": True}),
     "linear attention": ("qwen3_5_text", {"targets": ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj")}),
     "mamba": ("nemotron_h", {"targets": ("in_proj", "out_proj", "q_proj")}),
+    "latent experts": (
+        "nemotron_h",
+        {
+            "targets": ("fc1_latent_proj", "fc2_latent_proj", "shared_experts.up_proj"),
+            "config": {"moe_latent_size": 36},
+        },
+    ),
     "shared expert": ("qwen2_moe", {"targets": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj")}),
 }
 
@@ -77,7 +84,9 @@ def test_logits_are_those_of_merged_weights(case: str, tmp_path: Path) -> None:
 def check_logits(case: str, folder: Path, kernels: str = "auto") -> None:
     """Compare the logits of a case with those of merged weights."""
     family, options = CASES[case]
-    model = make_checkpoint(family, folder / "model")
+    config = options.get("config", {})
+    options = {name: value for name, value in options.items() if name != "config"}
+    model = make_checkpoint(family, folder / "model", **config)
     adapter = make_adapter(model, folder / "adapter", **options)
     prompt = torch.randint(0, 256, (21,), generator=torch.Generator().manual_seed(1)).tolist()
     tokens, logits = generate(model, prompt, num_tokens=5, chunk=11, kernels=kernels, adapter=adapter)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardline.config.engine import EngineConfig
-from shardline.config.fields import format_bytes
+from shardline.config.fields import format_bytes, parse_bytes
 from shardline.deployment.deployment import RankWeights
 from shardline.deployment.kv_budget import gpu_left
 from shardline.deployment.layout import Layout
 from shardline.deployment.machine import Machine
 from shardline.models.partition import Span
 from shardline.models.parts import DType
-from shardline.models.sizes import state_bytes
+from shardline.models.sizes import state_bytes, state_step_bytes, step_bytes
 from shardline.models.spec import DecoderSpec
 
 
@@ -43,10 +43,9 @@ def plan_states(
     stages: Sequence[Span],
     dtype: DType,
     weights: Sequence[RankWeights],
-    activations: int,
 ) -> tuple[int, ...]:
     """The bytes of states on each rank, for as many requests as may run at once; empty: the model keeps none.
-    `activations`: the bytes of a rank's step.
+    `weights`: all else that ranks hold, without the KV cache.
 
     Raises:
         ValueError: memory has room for the weights, but not for them.
@@ -54,26 +53,33 @@ def plan_states(
     if not spec.keeps_states:
         return ()
     most, places = config.scheduler.max_num_seqs, map(layout.grid.place, range(layout.grid.world_size))
+    tokens = config.scheduler.max_num_batched_tokens
+    activations = step_bytes(spec, dtype, tokens, most) + state_step_bytes(spec, tokens, 0)
+    keys = None if config.cache.kv_cache_memory is None else parse_bytes(config.cache.kv_cache_memory)
     each = [state_bytes(spec, place, stages, dtype) for place in places]
     for index in layout.hosts:
         ranks = [rank for _, rank in layout.ranks_on(index)]
         if layout.device == "cpu":
             left = machine.hosts[index].free_memory - sum(weights[rank].num_bytes for rank in ranks)
             of_request, where = sum(each[rank] for rank in ranks), machine.hosts[index].name
-            # If the KV cache has no size, half of what is left is for it.
-            left //= 2 if config.cache.kv_cache_memory is None else 1
+            left -= left // 2 if keys is None else keys * len(ranks)
         else:
             gpus, share = layout.devices_on(index, machine), config.cache.gpu_memory_utilization
             held = max(weights[rank].num_bytes for rank in ranks)
-            left = gpu_left(gpus, len(ranks), share, held, activations)
             of_request, where = max(each[rank] for rank in ranks), "a GPU"
-        if 0 < left < most * of_request:
+            if keys is None:
+                of_request += state_step_bytes(spec, 0, 1)
+                left = gpu_left(gpus, len(ranks), share, held, activations)
+                left -= left // 8  # some of it for keys and values
+            else:
+                left = min(gpu.memory_total for gpu in gpus) // -(-len(ranks) // len(gpus)) - held - keys
+        if 0 <= left < most * of_request:
             fits = left // of_request
             raise ValueError(
                 f"the states of {most} requests need {format_bytes(most * of_request)}, and {where} has "
-                f"{format_bytes(left)} for them beside the weights; "
+                f"{format_bytes(left)} for them beside weights, keys and values; "
                 + (f"lower --max-num-seqs to {fits} or less" if fits else "use more memory")
             )
-        if left <= 0:
+        if left < 0:
             return ()  # the refusal is about weights
     return tuple(most * size for size in each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -56,6 +57,7 @@ from shardline.models.sizes import (
     largest_weight_bytes,
     layer_bytes,
     stage_spans,
+    state_step_bytes,
     step_bytes,
     weight_bytes,
 )
@@ -115,17 +117,17 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         return layer_bytes(spec, place, layer, dtype, numerics, held, whole, own_formats, only_experts)
 
     has_experts = bool(_num_experts(spec))
-    activations = step_bytes(spec, dtype, config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+    most = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    activations = step_bytes(spec, dtype, *most) + state_step_bytes(spec, *most)
     offload, own_weights = plan_offload(
         config, layout, machine, activations, stages, own_weights, bytes_of, has_experts
     )
     weights = own_weights if draft is None else tuple(map(operator.add, own_weights, draft.weights))
     adapters = plan_adapters(config, layout, spec, stages, dtype)
-    needed = weights
     passage = passage_bytes(layout, offload, own_weights)
-    states = plan_states(config, layout, machine, spec, stages, dtype, weights, activations)
-    for more in filter(None, (adapters.num_bytes, () if draft is None else draft.spare_bytes, passage, states)):
-        needed = tuple(rank + RankWeights(num_bytes, 0) for rank, num_bytes in zip(needed, more, strict=True))
+    needed = _with_bytes(weights, adapters.num_bytes, () if draft is None else draft.spare_bytes, passage)
+    states = plan_states(config, layout, machine, spec, stages, dtype, needed)
+    needed = _with_bytes(needed, states)
     room = rank_room(config, layout, machine, spec, dtype, needed)
     beside = () if draft is None else draft.block_bytes
     cache, length = plan_cache(sized, layout, machine, spec, stages, needed, kv_dtype, room, beside)
@@ -172,6 +174,13 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         drafting=drafting,
     )
     return explain_choices(deployment, config, room)
+
+
+def _with_bytes(weights: Sequence[RankWeights], *more: Sequence[int]) -> tuple[RankWeights, ...]:
+    """The weights of ranks with more bytes of each; a sequence may be empty."""
+    for added in filter(None, more):
+        weights = [rank + RankWeights(num_bytes, 0) for rank, num_bytes in zip(weights, added, strict=True)]
+    return tuple(weights)
 
 
 def _on_own_ranks(config: EngineConfig, model: ModelDescription, machine: Machine) -> Deployment | None:

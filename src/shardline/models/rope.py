@@ -106,7 +106,9 @@ def read_rope(
     rotary_dim = int(head_dim * fraction)
     _check_head_dim(section, head_dim)
     if rotary_dim % 2 or rotary_dim == 0:
-        raise section.error("", f"needs an even rotary size, got {rotary_dim} (head_dim {head_dim})")
+        raise section.error(
+            "partial_rotary_factor", f"needs an even rotary size, got {rotary_dim} (head_dim {head_dim})"
+        )
     # As in transformers, a value outside the rope parameters takes precedence. phi3 has it there.
     original = section.integer("original_max_position_embeddings", default_original or max_position_embeddings)
     return RopeConfig(
@@ -144,7 +146,7 @@ def proportional_rope(section: HFConfig, head_dim: int, default_theta: float, de
 
 def _check_head_dim(section: HFConfig, head_dim: int) -> None:
     if head_dim > _MAX_HEAD_DIM:
-        raise section.error("", f"needs heads of at most {_MAX_HEAD_DIM} elements, got {head_dim}")
+        raise section.error("partial_rotary_factor", f"needs heads of at most {_MAX_HEAD_DIM} elements, got {head_dim}")
 
 
 def rotated_layers(config: HFConfig, num_layers: int) -> list[bool]:

@@ -11,6 +11,7 @@ from shardline.config.topology import RankPlace
 from shardline.models.attention import Attention
 from shardline.models.communication import count_layers
 from shardline.models.kv_groups import KVGroup, joined_layers, stores_tokens
+from shardline.models.linear_attention import LinearAttention
 from shardline.models.parameters import (
     CountedParameter,
     counted_parameters,
@@ -362,7 +363,8 @@ def state_step_bytes(spec: DecoderSpec, num_tokens: int, num_seqs: int) -> int:
     """What torch has in memory while a layer advances the states of `num_seqs` sequences by `num_tokens` tokens: about
     four copies of them in float32, and six of what is projected."""
     sizes = [layer.attention.state_bytes(0, 1, "float32") for layer in set(spec.layers)]
-    widths = [3 * layer.attention.output_size for layer in set(spec.layers) if layer.attention.keeps_state]
+    attentions = [layer.attention for layer in set(spec.layers) if isinstance(layer.attention, LinearAttention)]
+    widths = [attention.state_sizes(0, 1).num_channels + attention.output_size for attention in attentions]
     return 4 * num_seqs * max(sizes) + 6 * 4 * num_tokens * max(widths, default=0)
 
 

@@ -69,17 +69,19 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
     head_dim = hf.optional_integer("head_dim", None) or hf.integer("attention_head_dim", 128)
     dims = read_dims(hf.with_values(head_dim=head_dim), _DEFAULTS)
     norm = Norm("rms", hf.number("layer_norm_epsilon", 1e-5))
-    if hf.flag("use_bias", False) or hf.flag("mamba_proj_bias", False):
+    if hf.flag("use_bias", False):
         raise hf.error("use_bias", "is not supported")
     if hf.text("mamba_hidden_act", "silu") != "silu":
         raise hf.error("mamba_hidden_act", "must be silu")
     limits = hf.values.get("time_step_limit") or ()
+    if not isinstance(limits, list | tuple):
+        raise hf.error("time_step_limit", f"must be a list of two numbers, got {limits!r:.80}")
     if any(isinstance(limit, float | int) and 0 < limit < 1e30 for limit in limits):
         raise hf.error("time_step_limit", f"bounds steps, which is not supported: {limits!r:.80}")
     groups, heads = hf.integer("n_groups", 8), hf.integer("mamba_num_heads", 128)
     if heads % groups:
         raise hf.error("mamba_num_heads", f"{heads} is no multiple of n_groups, {groups}")
-    bias, activation = hf.flag("attention_bias", False), read_activation(hf, "mlp_hidden_act", "relu2")
+    activation = read_activation(hf, "mlp_hidden_act", "relu2")
     mixers: Mapping[str, Attention] = {
         "mamba": Mamba2(
             num_heads=groups,
@@ -90,9 +92,7 @@ def decoder_spec(hf: HFConfig, max_model_len: int | None) -> DecoderSpec:
             norm=norm,
             conv_bias=hf.flag("use_conv_bias", True),
         ),
-        "attention": GQA(
-            dims.num_heads, Projections(dims.num_kv_heads, dims.head_dim, bias, bias), Score(dims.head_dim**-0.5)
-        ),
+        "attention": GQA(dims.num_heads, Projections(dims.num_kv_heads, dims.head_dim), Score(dims.head_dim**-0.5)),
     }
     dense = Dense(dims.intermediate_size, activation, gated=False, bias=hf.flag("mlp_bias", False))
     pairs = _paired(hf, _blocks(hf))
@@ -119,6 +119,8 @@ def _blocks(hf: HFConfig) -> list[str]:
 
 
 def _experts(hf: HFConfig, activation: Activation) -> MoE:
+    if hf.flag("mlp_bias", False):
+        raise hf.error("mlp_bias", "is not supported with experts")
     routing = group_routing(hf, num_experts=None, chosen=None, scale=1.0)
     expert = Dense(hf.integer("moe_intermediate_size"), activation, gated=False)
     shared = replace(expert, intermediate_size=hf.integer("moe_shared_expert_intermediate_size"))

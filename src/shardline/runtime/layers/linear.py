@@ -61,6 +61,17 @@ class GatedColumnLinear:
         return _of_rows(self.packed(x, _bias(self._adapters, self.bias, x, rows), self.activation), rows)
 
 
+class WholeLinear:
+    """A weight [out, in] that every rank holds whole: x [M, in] -> [M, out]."""
+
+    def __init__(self, loader: LayerLoader, name: str) -> None:
+        self._packed = loader.pack_linear(name)
+        self._adapters = make_adapters(loader, name)
+
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        return _of_rows(self._packed(x, _bias(self._adapters, None, x, rows)), rows)
+
+
 class ClosingLinear:
     """The projection that ends a block: local input columns [M, local in] -> [M, out], whole on every rank."""
 

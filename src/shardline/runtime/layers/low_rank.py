@@ -116,8 +116,9 @@ def make_adapters(loader: LayerLoader, *names: str) -> LinearAdapters | None:
     layer, part, _ = parse_name(f"{names[0]}.weight")
     assert layer is not None
     shapes = dict(stage.spec.layers[layer].parameters(stage.spec.hidden_size))
-    spans = [stage.spans(f"{name}.weight")[stage.group.rank] for name in names]
-    return LinearAdapters(loader, names, spans, shapes[f"{part}.weight"][1])
+    outputs, inputs = shapes[f"{part}.weight"]
+    spans = [stage.shard(f"{name}.weight", stage.group.rank)[0] or Span(0, outputs) for name in names]
+    return LinearAdapters(loader, names, spans, inputs)
 
 
 def form_with(adapters: LinearAdapters | None, form: InputForm) -> InputForm:

@@ -28,6 +28,7 @@ from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.expert_adapters import ExpertAdapters, make_expert_adapters
 from shardline.runtime.layers.expert_places import ExpertPlaces
 from shardline.runtime.layers.feed_forward import DenseFeedForward
+from shardline.runtime.layers.linear import WholeLinear
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.moe.exchange import combine_slots, count_exchanged, expert_slots, pack_dispatch, place_slots
@@ -225,11 +226,11 @@ class LatentSpace:
     def __init__(self, loader: LayerLoader, name: str, shared: DenseFeedForward | None) -> None:
         self._kernels = loader.stage.kernels
         self._shared = shared
-        self.down, self._up = (loader.pack_linear(f"{name}.latent_{part}") for part in ("down", "up"))
+        self.down, self._up = (WholeLinear(loader, f"{name}.latent_{part}") for part in ("down", "up"))
 
     def add_outputs(self, x: Tensor, routed: Tensor, rows: Rows) -> Tensor:
         """The sum of the outputs of the shared block, which reads x [T, hidden], and of the experts [T, latent]."""
-        output = self._up(routed)
+        output = self._up(routed, rows)
         return output if self._shared is None else add(self._kernels, output, self._shared(x, rows))
 
 
@@ -304,7 +305,7 @@ class MoEFeedForward:
         """`hidden` [T, hidden]: the residual stream; x is its norm."""
         assert isinstance(x, Tensor)
         if self._latent is not None:
-            return self._latent.add_outputs(x, self._run_experts(self._latent.down(x), x, rows), rows)
+            return self._latent.add_outputs(x, self._run_experts(self._latent.down(x, rows), x, rows), rows)
         if self._beside is None:
             return self._run_experts(x, x, rows)
         router_input, expert_input = self._beside.expert_inputs(hidden)
