@@ -68,7 +68,7 @@ def plan_states(
             held = max(weights[rank].num_bytes for rank in ranks)
             of_request, where = max(each[rank] for rank in ranks), "a GPU"
             if keys is None:
-                of_request += state_step_bytes(spec, 0, 1)
+                of_request += state_step_bytes(spec, 0, 1)  # a step copies them
                 left = gpu_left(gpus, len(ranks), share, held, activations)
                 left -= left // 8  # some of it for keys and values
             else:
